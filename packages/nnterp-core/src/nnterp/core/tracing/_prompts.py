@@ -1,0 +1,83 @@
+"""What a prompt may be, and its token ids: the same on every engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+_EMPTY = "the prompt is empty: give at least one token"
+
+
+def is_chat(prompt: Any) -> bool:
+    """Whether ``prompt`` is a list of chat messages (dicts with a role)."""
+    return (
+        isinstance(prompt, (list, tuple))
+        and len(prompt) > 0
+        and all(isinstance(message, Mapping) and "role" in message for message in prompt)
+    )
+
+
+def encode(prompt: Any, tokenizer: Any) -> list[int]:
+    """The token ids of one prompt.
+
+    Args:
+        prompt: a string (special tokens are added as the tokenizer does by default), a list
+            or tensor of token ids (taken as they are), a tokenizer's output (masked tokens
+            are dropped), or chat messages (through the chat template, with its generation
+            prompt and no second BOS).
+        tokenizer: the model's tokenizer, or ``None`` where it has none.
+
+    Raises:
+        ValueError: the prompt is empty, holds several prompts, or is text and the checkpoint
+            has no tokenizer.
+        TypeError: it is none of these.
+    """
+    if isinstance(prompt, str) or is_chat(prompt):
+        if tokenizer is None:
+            raise ValueError(
+                "the checkpoint has no tokenizer, so text cannot become token ids: pass a list "
+                "of token ids, or load the model with tokenizer="
+            )
+        if isinstance(prompt, str):
+            ids = tokenizer(prompt)["input_ids"] if prompt else []
+        else:
+            text = tokenizer.apply_chat_template(
+                list(prompt), tokenize=False, add_generation_prompt=True
+            )
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    elif isinstance(prompt, Mapping):
+        if "input_ids" not in prompt:
+            raise TypeError(f"a tokenizer's output has input_ids; this has {sorted(prompt)}")
+        ids = _flat(prompt["input_ids"])
+        mask = prompt.get("attention_mask")
+        if mask is not None:
+            ids = [token for token, own in zip(ids, _flat(mask), strict=True) if own]
+    elif isinstance(prompt, (list, tuple, Tensor)):
+        ids = _flat(prompt)
+    else:
+        raise TypeError(
+            "a prompt is a string, token ids, a tokenizer's output or chat messages, "
+            f"not {type(prompt).__name__}"
+        )
+    if not len(ids):
+        raise ValueError(_EMPTY)
+    return [int(token) for token in ids]
+
+
+def _flat(ids: Any) -> list[Any]:
+    if isinstance(ids, Tensor):
+        if ids.is_floating_point():
+            raise TypeError(f"token ids are integers, not {ids.dtype}")
+        ids = ids.tolist()
+    ids = list(ids) if isinstance(ids, (list, tuple)) else [ids]
+    if ids and isinstance(ids[0], (list, tuple)):
+        if len(ids) > 1:
+            raise ValueError(
+                f"one prompt at a time, not {len(ids)}: use one tracer.invoke(...) for each"
+            )
+        ids = list(ids[0])
+    if any(isinstance(token, bool) or not isinstance(token, int) for token in ids):
+        raise TypeError("token ids are integers; for several prompts use one invoke for each")
+    return ids

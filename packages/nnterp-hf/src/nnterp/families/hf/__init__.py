@@ -1,0 +1,1 @@
+"""Families of transformers: what is particular about its implementation of an architecture."""

@@ -1,0 +1,317 @@
+"""``StandardizedTransformer``: transformers, renamed to the standard vocabulary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from nnsight.intervention.batching import Batcher
+from nnsight.intervention.interleaver import OutOfOrderError
+from nnsight.intervention.tracer import InterleavingTracer
+from nnsight.modeling.transformers import TransformersModel
+from nnsight.tracing.tracer import _saves, mark, push_result
+from torch import Tensor
+from torch.nn import Module
+
+from nnterp.core import _layouts as layouts
+from nnterp.core.tracing import (
+    KEEP,
+    Argument,
+    Block,
+    Derived,
+    Field,
+    First,
+    OutOfOrder,
+    Scaled,
+    Site,
+    Standardized,
+    checked_path,
+    container_envoys,
+    is_chat,
+    model_type_of,
+    own,
+    under,
+    value,
+)
+
+
+class RowBatcher(Batcher):
+    """nnsight's batcher, which also knows the padding and leaves unedited values alone."""
+
+    mask: Tensor | None = None
+
+    def assemble(self, fn: Any) -> tuple[Any, Any]:
+        args, kwargs = super().assemble(fn)
+        mask = kwargs.get("attention_mask")
+        self.mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
+        return args, kwargs
+
+    def widen(self, full: Any, group: Any, edited: Any) -> Any:
+        return full if edited is KEEP else super().widen(full, group, edited)
+
+
+class ListingTracer(InterleavingTracer):
+    """A tracer that gives a name saved by several invokes as a list, in invoke order."""
+
+    def execute(self, code: Any) -> None:
+        envoy = self.envoy
+        frame = self.info.frame
+        super().execute(code)
+        found: dict[str, list[Any]] = {}
+        for mediator in envoy.__dict__.pop("_blocks_run", ()):
+            for name in mediator.lcls.written:
+                if name in mediator.lcls and id(mediator.lcls[name]) in _saves():
+                    found.setdefault(name, []).append(mediator.lcls[name])
+        several = {
+            name: mark(values)
+            for name, values in found.items()
+            if len(values) > 1 and any(one is not values[0] for one in values)
+        }
+        push_result(frame, several)
+
+
+def _embeddings(host: Any) -> Site | str:
+    at = under("embed_tokens", "output")
+    # The Gemmas scale inside the embedding module; the table's rows are before it.
+    if getattr(host.get("embed_tokens")._module, "embed_scale", None) is None:
+        return Site(at)
+    return Site(
+        at, Scaled(lambda host: 1.0 / host.embed_tokens._module.embed_scale.to(host.dtype))
+    )
+
+
+def _mask(host: Any) -> Site | str:
+    return Site(own("input"), _Keyword("attention_mask"))
+
+
+class _Keyword(Argument):
+    """A keyword argument that the model is always called with by a trace."""
+
+
+class StandardizedTransformer(Standardized, TransformersModel):
+    """A causal language model on transformers whose modules answer to the standard names.
+
+    Args:
+        repo_id: a model's name on the hub, a folder with a checkpoint, or a loaded module.
+        family: the family to use instead of the one looked up: a module or any object with
+            ``RENAME`` and ``ENVOYS``. The config is not read for it.
+        rename: extra aliases, merged over the family's; a key given here wins.
+        envoys: extra ``envoys=`` entries, merged over the family's; a key given here wins.
+        tokenizer_kwargs: attributes to set on the tokenizer, ``padding_side`` for one.
+        **kwargs: passed on to nnsight's ``TransformersModel`` and to transformers.
+
+    Raises:
+        UnsupportedFamily: no family is passed and none describes the checkpoint's model type.
+        FileNotFoundError: ``repo_id`` is a path at which nothing is.
+    """
+
+    engine = "hf"
+    _batcher_class = RowBatcher
+
+    def __init__(
+        self,
+        repo_id: str | Module,
+        *args: Any,
+        family: Any = None,
+        rename: dict[Any, Any] | None = None,
+        envoys: dict[Any, Any] | None = None,
+        tokenizer_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if isinstance(repo_id, str):
+            checked_path(repo_id)
+
+        def model_type() -> str:
+            if isinstance(repo_id, Module):
+                return model_type_of(repo_id.config)
+            from transformers import AutoConfig
+
+            return model_type_of(
+                AutoConfig.from_pretrained(
+                    repo_id,
+                    revision=kwargs.get("revision"),
+                    trust_remote_code=kwargs.get("trust_remote_code", False),
+                )
+            )
+
+        self.family = self._family(family, model_type, self.engine)
+        kwargs.setdefault("task", "text-generation")
+        super().__init__(
+            repo_id,
+            *args,
+            rename={**self.family.RENAME, **(rename or {})},
+            envoys={**container_envoys(), **self.family.ENVOYS, **(envoys or {})},
+            **kwargs,
+        )
+        for key, setting in (tokenizer_kwargs or {}).items():
+            setattr(self.tokenizer, key, setting)
+
+    # -- values ----------------------------------------------------------------
+
+    input_ids: layouts.TokenIds = value(Site(own("input"), Argument("input_ids")))
+    attention_mask: layouts.TokenIds = value(_mask)
+    input_size: Any = value(
+        Site(
+            own("input"),
+            Derived(lambda raw, host: tuple(raw[1]["input_ids"].shape), "write input_ids"),
+        )
+    )
+    token_embeddings: layouts.Residual = value(_embeddings)
+    final_norm_output: layouts.Residual = value(Site(under("norm", "output"), First()))
+    lm_head_output: layouts.Logits = value(Site(under("lm_head", "output")))
+    logits: layouts.Logits = value(Site(own("output"), Field("logits")))
+    next_token_probs: layouts.Probabilities = value(
+        Site(
+            own("output"),
+            Derived(lambda raw, host: raw["logits"][:, -1].softmax(-1), "write logits"),
+        )
+    )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weights."""
+        return next(self._module.parameters()).dtype
+
+    # -- rows ------------------------------------------------------------------
+
+    def padding(self, mediator: Any, keys: int) -> Tensor | None:
+        """How many of ``keys`` positions are padding in each row of the block's prompts."""
+        batcher = self.interleaver.batcher
+        mask = None if batcher is None else batcher.mask
+        if mask is None:
+            return None
+        if mediator is not None and mediator.batch_group is not None and batcher.batching:
+            start, size = mediator.batch_group
+            mask = mask[start : start + size]
+        pads = (mask == 0).sum(1)
+        # A window's cache drops its oldest positions, the padding first.
+        gone = max(0, mask.shape[1] + Block.of(mediator).step - keys)
+        return (pads - gone).clamp_min(0)
+
+    def own_rows(
+        self, mediator: Any, layout: layouts.Layout, value: Tensor
+    ) -> tuple[slice, ...] | None:
+        batcher = self.interleaver.batcher
+        if batcher is None or batcher.mask is None or mediator.batch_group is None:
+            return None
+        width = batcher.mask.shape[1]
+        rows, cut = [slice(None)] * value.dim(), False
+        for axis, name in enumerate(layout.axes):
+            size = value.shape[axis]
+            if name == "key" or (name in ("seq", "query") and size == width):
+                pads = self.padding(mediator, size if name == "key" else width)
+                # Prompts of one invoke keep the padding that lines them up with each other.
+                pad = 0 if pads is None else int(pads.min())
+                if pad:
+                    rows[axis], cut = slice(pad, None), True
+        return tuple(rows) if cut else None
+
+    # -- running ---------------------------------------------------------------
+
+    @property
+    def max_prompt_length(self) -> int | None:
+        facts = self.architecture
+        limit = None if facts is None else facts.learned_positions
+        return None if limit is None else limit(self.text_config)
+
+    def _batch_size(self, *inputs: Any, **kwargs: Any) -> int:
+        if inputs and isinstance(inputs[0], (str, list, tuple)) and not len(inputs[0]):
+            self.encode(inputs[0])
+        return int(super()._batch_size(*inputs, **kwargs))
+
+    def _batch(self, invokes: list[tuple[Any, Any]], fn: Any) -> tuple[Any, Any]:
+        if getattr(fn, "__name__", None) == "pipe":
+            piped: tuple[Any, Any] = super()._batch(invokes, fn)
+            return piped
+        one_each = [
+            ((self.encode(inputs[0]),), kwargs) if self._one_prompt(inputs) else (inputs, kwargs)
+            for inputs, kwargs in invokes
+        ]
+        assembled: tuple[Any, Any] = super()._batch(one_each, fn)
+        return assembled
+
+    @staticmethod
+    def _one_prompt(inputs: tuple[Any, ...]) -> bool:
+        if len(inputs) != 1:
+            return False
+        prompt = inputs[0]
+        if isinstance(prompt, str) or is_chat(prompt):
+            return True
+        if isinstance(prompt, Tensor):
+            return not prompt.is_floating_point() and (prompt.dim() == 1 or len(prompt) == 1)
+        return isinstance(prompt, (list, tuple)) and all(isinstance(i, int) for i in prompt)
+
+    def trace(self, *inputs: Any, **kwargs: Any) -> Any:
+        """nnsight's trace: one forward, with what it reads and writes in the block."""
+        kwargs.setdefault("tracer_cls", ListingTracer)
+        return super().trace(*inputs, **kwargs)
+
+    def prefill(self, *prompt: Any, **kwargs: Any) -> Any:
+        """One forward over the whole prompt: ``with model.prefill(prompt) as tracer:``.
+
+        Args:
+            *prompt: a string, token ids, a tokenizer's output or chat messages; none, to give
+                one with each ``tracer.invoke(...)``.
+        """
+        return self.trace(*prompt, **kwargs)
+
+    def decode(self, *prompt: Any, max_new_tokens: int, **kwargs: Any) -> Any:
+        """Greedy decoding: ``with model.decode(prompt, max_new_tokens=n) as tracer:``.
+
+        Each token is the argmax of the raw logits; of ``generation_config`` only the end
+        tokens are used. The first of ``tracer.iter`` is the prompt's step.
+        """
+        return self.trace(*prompt, fn=self._greedy, max_new_tokens=max_new_tokens, **kwargs)
+
+    def _greedy(self, *inputs: Any, **kwargs: Any) -> Any:
+        from transformers import GenerationConfig
+
+        model = self._module
+        kept = model.generation_config
+        ends = self.end_tokens
+        model.generation_config = GenerationConfig(
+            do_sample=False,
+            eos_token_id=ends or None,
+            pad_token_id=kept.pad_token_id if kept.pad_token_id is not None else (ends or [0])[0],
+        )
+        try:
+            generated = model.generate(*inputs, **kwargs)
+        finally:
+            model.generation_config = kept
+        return self.generator(generated, hook=True)
+
+    @property
+    def end_tokens(self) -> list[int]:
+        """The tokens that end a generation, from the checkpoint's generation config."""
+        ends = self._module.generation_config.eos_token_id
+        if ends is None:
+            return []
+        return [int(end) for end in (ends if isinstance(ends, (list, tuple)) else [ends])]
+
+    def interleave(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
+        blocks = list(self.interleaver.mediators)
+        try:
+            result = super().interleave(fn, *args, **kwargs)
+        except OutOfOrderError as error:
+            raise error if isinstance(error, OutOfOrder) else _ours(error) from None
+        for mediator in blocks:
+            Block.of(mediator).check_late_edits()
+        self.__dict__["_blocks_run"] = blocks
+        return result
+
+    # -- methods ---------------------------------------------------------------
+
+    def _project(self, hidden: Tensor) -> Tensor:
+        if not self.dispatched:
+            self.dispatch()
+        projected = self.lm_head(self.norm(hidden))
+        facts = self.architecture
+        if facts is None or facts.logits is None:
+            return projected
+        return facts.logits(self.text_config, projected)
+
+
+def _ours(error: OutOfOrderError) -> OutOfOrder:
+    ours = OutOfOrder(str(error))
+    ours.__intervention_tb__ = getattr(error, "__intervention_tb__", error.__traceback__)
+    return ours

@@ -1,0 +1,33 @@
+"""Run where nnterp-vllm is installed without nnterp-hf: ``hatch run vllm-only:test``."""
+
+from __future__ import annotations
+
+import pytest
+
+import nnterp.core
+
+pytestmark = pytest.mark.isolation
+
+
+@pytest.mark.parametrize("module", ["nnterp.hf", "nnterp.families.hf"])
+def test_hf_is_absent(module):
+    with pytest.raises(ModuleNotFoundError):
+        __import__(module)
+
+
+def test_the_other_engine_is_offered_by_its_command():
+    assert nnterp.core.engines() == ("vllm",)
+    with pytest.raises(nnterp.core.MissingBackend, match=r'pip install "?nnterp-hf'):
+        nnterp.core.load("x", engine="hf")
+
+
+def test_a_model_is_read_by_standard_names(checkpoint, prompt, expected, monkeypatch):
+    import torch
+
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    model = nnterp.core.load(str(checkpoint), engine="vllm", dtype="float32", max_model_len=64)
+    with model.prefill(prompt):
+        residual = model.layers[1].layer_output.save()
+        logits = model.logits.save()
+    assert residual.shape == (1, len(prompt), 64)
+    torch.testing.assert_close(logits[:, -1], expected, rtol=1e-5, atol=1e-5)

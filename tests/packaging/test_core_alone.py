@@ -1,0 +1,91 @@
+"""An environment into which only nnterp-core was installed, from its wheel."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+pytestmark = pytest.mark.smoke
+
+HEAVY = ("torch", "nnsight", "transformers", "vllm", "numpy")
+
+# Run in the other interpreter: the seconds that the import took, and what it brought in.
+TIMED = f"""
+import json, sys, time
+start = time.perf_counter()
+import nnterp.core
+seconds = time.perf_counter() - start
+print(json.dumps([seconds, sorted(set({HEAVY}) & set(sys.modules))]))
+"""
+
+
+def test_nothing_else_is_installed_with_it(core_alone):
+    answer = core_alone.python(
+        "from importlib.metadata import distributions\n"
+        "print(*(found.name for found in distributions()))"
+    )
+    assert answer.stdout.split() == ["nnterp-core"]
+
+
+def test_importing_it_is_quick_and_brings_in_no_framework(core_alone):
+    answers = [core_alone.python(TIMED) for _ in range(5)]
+    assert [answer.stderr for answer in answers] == [""] * 5
+    seconds, heavy = zip(*(json.loads(answer.stdout) for answer in answers), strict=True)
+    assert min(seconds) < 0.1
+    assert heavy == ([],) * 5
+
+
+def test_it_brings_in_no_framework_where_there_is_one(here):
+    answer = here(TIMED)
+    assert answer.stderr == ""
+    assert json.loads(answer.stdout)[1] == []
+
+
+def test_every_module_of_the_ground_floor_imports(core_alone):
+    answer = core_alone.python(
+        "import importlib, pkgutil, nnterp.core\n"
+        "upper = {'tracing', 'experiments', 'equivalence', 'testing'}\n"
+        "for found in pkgutil.iter_modules(nnterp.core.__path__):\n"
+        "    if found.name not in upper:\n"
+        "        print(importlib.import_module('nnterp.core.' + found.name).__name__)"
+    )
+    assert answer.stderr == ""
+    assert "nnterp.core.families" in answer.stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("engine", "command"),
+    [("hf", r'pip install "?nnterp-hf'), ("vllm", r'pip install "nnterp-vllm\[(cuda|cpu)\]"')],
+)
+def test_load_names_the_package_to_install(core_alone, engine, command):
+    answer = core_alone.python(
+        "import nnterp.core\n"
+        "assert nnterp.core.engines() == (), nnterp.core.engines()\n"
+        f"nnterp.core.load('x', engine='{engine}')"
+    )
+    assert answer.returncode == 1
+    assert re.search(command, answer.stderr.splitlines()[-1])
+
+
+@pytest.fixture
+def beside_another(wheels, make_environment, tmp_path):
+    """Core installed into the folder of a regular package called nnterp."""
+    environment = make_environment(dependencies=False)
+    environment.pip(
+        "install", "--no-index", "--no-deps", "--target", tmp_path, wheels["nnterp-core"]
+    )
+    (tmp_path / "nnterp" / "__init__.py").write_text("")
+    return environment
+
+
+@pytest.mark.parametrize("line", ["import nnterp.core", "from nnterp.core.protocols import *"])
+def test_beside_another_nnterp_it_says_so_in_one_sentence(beside_another, tmp_path, line):
+    answer = beside_another.python(line, path=tmp_path)
+    assert answer.returncode == 1
+    last = answer.stderr.splitlines()[-1]
+    assert last.startswith("ImportError: ")
+    assert "another distribution called 'nnterp'" in last
+    assert "pip uninstall nnterp" in last
+    assert "During handling" not in answer.stderr
