@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from nnterp.core import _layouts as layouts
+from nnterp.core.protocols import StandardModel
 from nnterp.core.tracing import (
     KEEP,
     Argument,
@@ -88,7 +89,7 @@ class _Keyword(Argument):
     """A keyword argument that the model is always called with by a trace."""
 
 
-class StandardizedTransformer(Standardized, TransformersModel):
+class StandardizedTransformer(Standardized, TransformersModel, StandardModel):
     """A causal language model on transformers whose modules answer to the standard names.
 
     Args:

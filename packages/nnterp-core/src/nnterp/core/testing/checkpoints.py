@@ -95,6 +95,8 @@ class Recipe:
         architecture: the class name that config.json gets, where transformers' own is not wanted.
         json: fields that config.json gets besides those that transformers writes.
         window: the shortest attention window among the blocks, or None.
+        embedding_std: the spread of the embedding's weights. Small where they are the head's too,
+            so that a token does not simply predict itself.
         reference: where plain transformers computes each value.
         tags: what the recipe shows.
         note: what else one must know.
@@ -106,6 +108,7 @@ class Recipe:
     architecture: str | None = None
     json: Mapping[str, Any] = field(default_factory=dict)
     window: int | None = None
+    embedding_std: float = 0.4
     reference: Reference = field(default_factory=Reference)
     tags: frozenset[str] = frozenset()
     note: str = ""
@@ -174,6 +177,7 @@ RECIPES: dict[str, Recipe] = _recipes(
         name="gpt2",
         model_type="gpt2",
         config=_GPT,
+        embedding_std=0.2,
         reference=_GPT2_REFERENCE,
         tags=frozenset({"bias", "learned_positions", "tied"}),
     ),
@@ -187,9 +191,10 @@ RECIPES: dict[str, Recipe] = _recipes(
             "sliding_window": 8,
             "query_pre_attn_scalar": 24,
             "attn_logit_softcapping": 5.0,
-            "final_logit_softcapping": 6.0,
+            "final_logit_softcapping": 3.0,
         },
         window=8,
+        embedding_std=0.15,
         reference=Reference(
             embedding_scale="embed_scale",
             attention_added="post_attention_layernorm",
@@ -240,6 +245,7 @@ def build(
         "config": dict(recipe.config),
         "architecture": recipe.architecture,
         "json": dict(recipe.json),
+        "embedding_std": recipe.embedding_std,
         "tokenizer": tokenizer and ("bos" if add_bos else "plain"),
     }
     chosen = recipe
@@ -292,7 +298,7 @@ def _write_tiny(recipe: Recipe, folder: Path, *, tokenizer: bool, add_bos: bool)
         model: Any = AutoModelForCausalLM.from_config(
             config, attn_implementation="eager", dtype=torch.float32
         )
-    _randomize(model)
+    _randomize(model, recipe.embedding_std)
     model.generation_config = _generation_config(BOS, EOS, PAD)
     model.save_pretrained(folder)
     _patch_json(
@@ -314,7 +320,7 @@ def _patch_json(path: Path, fields: Mapping[str, Any]) -> None:
         path.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def _randomize(model: torch.nn.Module) -> None:
+def _randomize(model: torch.nn.Module, embedding_std: float) -> None:
     """Weights that leave nothing at its default: norms and biases too, none uniform."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -323,7 +329,7 @@ def _randomize(model: torch.nn.Module) -> None:
             if parameter.ndim <= 1 or "norm" in name:
                 parameter.add_(noise * 0.15)
             elif any(part in name for part in ("embed", "wte", "wpe")):
-                parameter.copy_(noise * 0.4)
+                parameter.copy_(noise * embedding_std)
             else:
                 parameter.copy_(noise * 0.12)
 

@@ -364,9 +364,9 @@ class _AttentionMode(TorchFunctionMode):
         if not self.seen_queries and func is Tensor.baddbmm:
             self.seen_queries = True
             flat = kwargs["batch1"]
-            queries = self._tap(f"{self._prefix}.attention_queries", self._heads_of(flat))
-            if queries is not None:
-                kwargs = kwargs | {"batch1": queries.reshape(flat.shape)}
+            edited = self._tap(f"{self._prefix}.attention_queries", self._heads_of(flat))
+            if edited is not None:
+                kwargs = kwargs | {"batch1": edited.reshape(flat.shape)}
             return func(*args, **kwargs)
         if func is functional.softmax:
             self.seen_scores = True

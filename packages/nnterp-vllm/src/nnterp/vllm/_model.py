@@ -1,0 +1,448 @@
+"""``StandardizedVLLM``: nnsight's VLLM engine renamed to the standard vocabulary."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+from unittest import mock
+
+import torch
+import vllm
+from nnsight.modeling.vllm.envoys import parallel_envoys
+from nnsight.modeling.vllm.tracer import VLLMTracer
+from nnsight.modeling.vllm.vllm import VLLM
+from torch import Tensor
+from torch.nn import Module
+from vllm.platforms import current_platform
+
+from nnterp.core import OutsideTrace
+from nnterp.core import _layouts as layouts
+from nnterp.core.protocols import StandardModel
+from nnterp.core.tracing import (
+    Argument,
+    Batched,
+    Derived,
+    First,
+    Site,
+    Standardized,
+    checked_path,
+    container_envoys,
+    model_type_of,
+    own,
+    running,
+    unavailable,
+    under,
+    value,
+)
+
+from . import _faults, _runner, _versions
+
+_RUNNER_SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
+
+# What the engine cannot do beside blocks that read and edit, and why.
+_REFUSED: dict[str, str] = {
+    "enable_chunked_prefill": "a block would see its prompt in pieces",
+    "enable_prefix_caching": "a plain request would read the cache that an edited one wrote",
+    "speculative_config": "a draft's tokens pass the model beside the request's own",
+}
+
+
+class SettingsTracer(VLLMTracer):
+    """A tracer whose sampling settings every invoke takes unless it names its own."""
+
+    settings: ClassVar[dict[str, Any]] = {}
+
+    def invoke(self, *args: Any, **kwargs: Any) -> Any:
+        return super().invoke(*args, **{**self.settings, **kwargs})
+
+
+class StandardizedVLLM(Standardized, VLLM, StandardModel):
+    """A causal language model on the vLLM engine whose modules answer to the standard names.
+
+    The vocabulary, layouts and methods are those of ``StandardizedTransformer``. A trace is a
+    generation request with vLLM's defaults; the block runs in the engine's worker, one prompt
+    for each invoke. So every value's batch axis is 1 and holds this step's tokens: the whole
+    prompt on the prefill, one token on each decode step. Values are private copies.
+
+    Args:
+        repo_id: a model's name on the hub, or a folder with a checkpoint.
+        family: the family to use instead of the one looked up: a module or any object with
+            ``RENAME`` and ``ENVOYS`` written against vLLM's module classes (and any size
+            function or ``project_on_vocab``). The config is not read for it.
+        rename: extra aliases, merged over the family's; a key given here wins.
+        envoys: extra ``envoys=`` entries, merged over the family's and nnsight's for vLLM's
+            parallel layers; a key given here wins.
+        **kwargs: passed on to nnsight's ``VLLM`` (``dispatch``, ``mode``, ``taps``) and to
+            vLLM's engine.
+
+    Attributes:
+        family: the vLLM family the checkpoint resolved to, or the one passed.
+        verified: whether this vLLM release was measured on this kind of machine.
+
+    Raises:
+        UnsupportedFamily: no family is passed and vLLM's implementation of the checkpoint's
+            model type has none under ``nnterp.families.vllm``.
+        FileNotFoundError: ``repo_id`` is a path at which nothing is.
+        ValueError: an engine option that would make values wrong, with the reason.
+    """
+
+    engine = "vllm"
+
+    def __init__(
+        self,
+        repo_id: str | Module,
+        *args: Any,
+        family: Any = None,
+        rename: dict[Any, Any] | None = None,
+        envoys: dict[Any, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.closed = False
+        self.verified = _versions.check(vllm.__version__, current_platform.is_cpu())
+        if isinstance(repo_id, str):
+            checked_path(repo_id)
+            self._refuse(kwargs)
+
+        def model_type() -> str:
+            from vllm.transformers_utils.config import get_config
+
+            return model_type_of(
+                get_config(
+                    repo_id,
+                    trust_remote_code=kwargs.get("trust_remote_code", False),
+                    revision=kwargs.get("revision"),
+                )
+            )
+
+        self.family = self._family(family, model_type, self.engine)
+        if isinstance(repo_id, str):
+            kwargs = self._engine_defaults(repo_id, kwargs)
+            # The worker builds the same tree, from the same description.
+            kwargs["additional_config"] = {
+                **(kwargs.get("additional_config") or {}),
+                _runner.CONFIG_KEY: _runner.packed(
+                    {"family": self.family, "rename": rename, "envoys": envoys}
+                ),
+            }
+        self.__dict__["_WORKER_CLS"] = _runner.worker_path()
+        self.__dict__["_tensor_parallel"] = kwargs.get("tensor_parallel_size", 1)
+        super().__init__(
+            repo_id,
+            *args,
+            rename={**self.family.RENAME, **(rename or {})},
+            envoys={
+                **parallel_envoys(),
+                **container_envoys(),
+                **self.family.ENVOYS,
+                **(envoys or {}),
+            },
+            **kwargs,
+        )
+        # What a block mentions of the tree goes to the worker as these names.
+        for envoy in (self, *self.modules()):
+            envoy.__dict__["_persistent_id"] = f"Envoy:{envoy.path}"
+
+    # -- construction ----------------------------------------------------------
+
+    @staticmethod
+    def _refuse(kwargs: dict[str, Any]) -> None:
+        problems = [
+            f"{name}={kwargs[name]!r}: {reason}"
+            for name, reason in _REFUSED.items()
+            if kwargs.get(name)
+        ]
+        if kwargs.get("pipeline_parallel_size", 1) > 1:
+            problems.append(
+                "pipeline_parallel_size > 1: a block's values would be spread over engines"
+            )
+        if problems:
+            raise ValueError("StandardizedVLLM refuses " + "; ".join(problems))
+
+    @staticmethod
+    def _engine_defaults(repo_id: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+        kwargs = dict(kwargs)
+        if not _has_tokenizer(kwargs.get("tokenizer") or repo_id):
+            kwargs.setdefault("skip_tokenizer_init", True)
+        if not current_platform.is_cpu():
+            return kwargs
+        if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
+            # vLLM would take nine tenths of the machine's memory for the cache.
+            kwargs.setdefault("kv_cache_memory_bytes", 2**30)
+        compilation = kwargs.setdefault("compilation_config", {})
+        if isinstance(compilation, dict):
+            # Its rotary kernel is wrong for queries with a head axis of their own.
+            operations = list(compilation.get("custom_ops", ()))
+            kwargs["compilation_config"] = {
+                **compilation,
+                "custom_ops": [*operations, "-rotary_embedding"],
+            }
+        return kwargs
+
+    @staticmethod
+    @contextlib.contextmanager
+    def _meta_device() -> Iterator[None]:
+        """Build the tree on a machine without an accelerator, where vLLM asks for one."""
+        if torch.cuda.is_available():
+            yield
+            return
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(
+                mock.patch("torch.cuda.get_device_capability", return_value=(8, 0))
+            )
+            stack.enter_context(mock.patch("torch.accelerator.empty_cache", lambda *a, **k: None))
+            yield
+
+    def _load_meta(self, repo_id: str, **kwargs: Any) -> Module:
+        if not kwargs.get("skip_tokenizer_init"):
+            module: Module = super()._load_meta(repo_id, **kwargs)
+            return module
+        # nnsight sets the padding of whatever tokenizer vLLM gives it; here that is none.
+        placeholder = mock.Mock(pad_token="")
+        with mock.patch("vllm.tokenizers.cached_tokenizer_from_config", lambda *_: placeholder):
+            module = super()._load_meta(repo_id, **kwargs)
+        self.tokenizer = None
+        return module
+
+    def _load(self, repo_id: str, **kwargs: Any) -> Module:
+        # nnsight asks for vLLM's first runner by an environment variable; the engine's
+        # processes have it by the time this returns, and later engines are not bound by it.
+        before = os.environ.get(_RUNNER_SWITCH)
+        try:
+            module: Module = super()._load(repo_id, **kwargs)
+        finally:
+            os.environ.pop(_RUNNER_SWITCH, None)
+            if before is not None:
+                os.environ[_RUNNER_SWITCH] = before
+        return module
+
+    def close(self) -> None:
+        """End the engine and its processes; the model serves nothing after it."""
+        entrypoint, self.vllm_entrypoint, self.closed = self.vllm_entrypoint, None, True
+        if entrypoint is None:
+            return
+        if self._async_engine:
+            entrypoint.shutdown()
+            return
+        from vllm.v1.engine.core_client import InprocClient
+
+        core = entrypoint.llm_engine.engine_core
+        core.shutdown()
+        if isinstance(core, InprocClient):
+            from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+            cleanup_dist_env_and_memory()
+
+    def __enter__(self) -> StandardizedVLLM:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.close()
+
+    # -- values ----------------------------------------------------------------
+
+    lm_head_output: layouts.Logits = unavailable(
+        "vLLM never calls lm_head: its logits processor projects with lm_head's weight and "
+        "applies any softcap and scale in the same call, on the last position only; read logits"
+    )
+    attention_mask: layouts.TokenIds = unavailable(
+        "a vLLM request is one unpadded sequence; there is no mask"
+    )
+    input_ids: layouts.TokenIds = value(Site(own("input"), Argument("input_ids") | Batched()))
+    input_size: Any = value(
+        Site(
+            own("input"),
+            Derived(
+                lambda raw, host: (1, Argument("input_ids").get(raw, host).shape[0]),
+                "write input_ids",
+            ),
+        )
+    )
+    token_embeddings: layouts.Residual = value(Site(under("embed_tokens", "output"), Batched()))
+    final_norm_output: layouts.Residual = value(
+        Site(under("norm", "output"), First() | Batched())
+    )
+    logits: layouts.Logits = value(Site(own("logits"), Batched()))
+    next_token_probs: layouts.Probabilities = value(
+        Site(own("logits"), Derived(lambda raw, host: raw.softmax(-1), "write logits"))
+    )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weights."""
+        return next(self._module.parameters()).dtype
+
+    # -- running ---------------------------------------------------------------
+
+    @property
+    def max_prompt_length(self) -> int | None:
+        """One less than the engine's ``max_model_len``: a request makes at least one token."""
+        if self.vllm_entrypoint is None:
+            return None
+        config = (
+            self.vllm_entrypoint.model_config
+            if self._async_engine
+            else self.vllm_entrypoint.llm_engine.model_config
+        )
+        return int(config.max_model_len) - 1
+
+    def _prompt(self, *inputs: Any) -> Any:
+        from vllm.inputs import TokensPrompt
+
+        own_form = len(inputs) == 1 and not (
+            isinstance(inputs[0], dict) and "input_ids" not in inputs[0]
+        )
+        if not own_form:
+            return super()._prompt(*inputs)
+        return TokensPrompt(prompt_token_ids=self.encode(inputs[0]))
+
+    def _batch(self, invokes: list[tuple[Any, Any]], fn: Any) -> tuple[Any, Any]:
+        # The longest prompt is known once there is an engine.
+        if not self.dispatched:
+            self.dispatch()
+        if self.tokenizer is None:
+            invokes = [(inputs, {"detokenize": False, **kwargs}) for inputs, kwargs in invokes]
+        assembled: tuple[Any, Any] = super()._batch(invokes, fn)
+        return assembled
+
+    def prefill(self, *prompt: Any, **kwargs: Any) -> Any:
+        """One forward over the whole prompt: ``with model.prefill(prompt) as tracer:``.
+
+        One greedy token is asked of the engine.
+
+        Args:
+            *prompt: a string, token ids, a tokenizer's output or chat messages; none, to give
+                one with each ``tracer.invoke(...)``.
+        """
+        return self._greedy(prompt, {"max_tokens": 1, **kwargs})
+
+    def decode(self, *prompt: Any, max_new_tokens: int, **kwargs: Any) -> Any:
+        """Greedy decoding: ``with model.decode(prompt, max_new_tokens=n) as tracer:``.
+
+        Each token is the argmax of the raw logits; of the checkpoint's generation config only
+        the end tokens are used. The first of ``tracer.iter`` is the prompt's step.
+        """
+        return self._greedy(prompt, {"max_tokens": max_new_tokens, **kwargs})
+
+    def _greedy(self, prompt: tuple[Any, ...], settings: dict[str, Any]) -> Any:
+        settings = {
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "stop_token_ids": self.end_tokens,
+            **settings,
+        }
+        if prompt:
+            return self.trace(*prompt, **settings)
+        tracer = self.trace(tracer_cls=SettingsTracer)
+        tracer.settings = settings
+        return tracer
+
+    @property
+    def end_tokens(self) -> list[int]:
+        """The tokens that end a generation, from the checkpoint's generation config."""
+        found = self.__dict__.get("_end_tokens")
+        if found is None:
+            from vllm.transformers_utils.config import try_get_generation_config
+
+            generation = try_get_generation_config(
+                self.args[0],
+                trust_remote_code=self.kwargs.get("trust_remote_code", False),
+                revision=self.kwargs.get("revision"),
+            )
+            ends = getattr(generation, "eos_token_id", None)
+            ends = [] if ends is None else ends
+            found = [int(end) for end in (ends if isinstance(ends, (list, tuple)) else [ends])]
+            self.__dict__["_end_tokens"] = found
+        return found
+
+    def interleave(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.closed:
+            raise RuntimeError("this model's engine was closed")
+        return super().interleave(fn, *args, **kwargs)
+
+    def _call(
+        self, prompts: list[Any], params: list[Any], lora_requests: list[Any], **kwargs: Any
+    ) -> Any:
+        # nnsight's own call, without two progress bars for every trace.
+        mediators = self._attach_mediators(params, **kwargs)
+        outputs = self.vllm_entrypoint.generate(
+            prompts, sampling_params=params, lora_request=lora_requests, use_tqdm=False
+        )
+        self._collect(mediators, outputs)
+        return outputs
+
+    @staticmethod
+    def _collect(mediators: list[Any], outputs: list[Any]) -> None:
+        errors = [getattr(output, "nnsight_error", None) for output in outputs]
+        for output in outputs:
+            output.nnsight_error = None
+        VLLM._collect(mediators, outputs)
+        for i, (output, error) in enumerate(zip(outputs, errors, strict=True)):
+            output.nnsight_error = error
+            if error:
+                _faults.raise_here(error, mediators[i] if i < len(mediators) else None)
+
+    # -- methods ---------------------------------------------------------------
+
+    def project_on_vocab(self, hidden: Tensor) -> Tensor:
+        """Logits for a residual-stream tensor: the final norm, lm_head, and vLLM's logits
+        processor, inside a trace.
+
+        Args:
+            hidden: ``[..., hidden]``; the leading dimensions are kept.
+
+        Returns:
+            ``[..., vocab]``.
+
+        Raises:
+            OutsideTrace: there are no weights in this process.
+        """
+        if running() is None:
+            raise OutsideTrace(
+                "project_on_vocab runs the engine's modules, so on vLLM it works inside a trace"
+            )
+        return super().project_on_vocab(hidden)
+
+    def _project(self, hidden: Tensor) -> Tensor:
+        flat = hidden.reshape(-1, hidden.shape[-1]).contiguous()
+        normed = self.norm(flat)
+        interleaver = self.interleaver
+        kept, interleaver.interleaving = interleaver.interleaving, False
+        try:
+            logits = self._module.compute_logits(normed)
+        finally:
+            interleaver.interleaving = kept
+        return logits.reshape(*hidden.shape[:-1], -1)
+
+    def order(self, layer: int | None = None) -> dict[str, int]:
+        """Not supported on the vllm engine.
+
+        Raises:
+            NotImplementedError: the forward order is measured on StandardizedTransformer only.
+        """
+        raise NotImplementedError(_ORDER)
+
+    def rank(self, name: str, layer: int | None = None) -> tuple[int, int]:
+        """Not supported on the vllm engine.
+
+        Raises:
+            NotImplementedError: the forward order is measured on StandardizedTransformer only.
+        """
+        raise NotImplementedError(_ORDER)
+
+
+_ORDER = (
+    "not supported on the vllm engine: the forward order is measured on "
+    "StandardizedTransformer only"
+)
+
+
+def _has_tokenizer(source: Any) -> bool:
+    folder = Path(str(source))
+    if not folder.is_dir():
+        return True  # on the hub, or in its cache: vLLM says what it cannot find
+    names = {path.name for path in folder.iterdir()}
+    known = {"tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json"}
+    return bool(names & known) or any(name.endswith((".tiktoken", ".gguf")) for name in names)
