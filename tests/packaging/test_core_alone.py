@@ -30,11 +30,17 @@ def test_nothing_else_is_installed_with_it(core_alone):
 
 
 def test_importing_it_is_quick_and_brings_in_no_framework(core_alone):
-    answers = [core_alone.python(TIMED) for _ in range(5)]
-    assert [answer.stderr for answer in answers] == [""] * 5
-    seconds, heavy = zip(*(json.loads(answer.stdout) for answer in answers), strict=True)
-    assert min(seconds) < 0.1
-    assert heavy == ([],) * 5
+    # The best of several, more of them where other work takes the machine's time.
+    best = float("inf")
+    for _ in range(20):
+        answer = core_alone.python(TIMED)
+        assert answer.stderr == ""
+        seconds, heavy = json.loads(answer.stdout)
+        assert heavy == []
+        best = min(best, seconds)
+        if best < 0.1:
+            break
+    assert best < 0.1
 
 
 def test_it_brings_in_no_framework_where_there_is_one(here):

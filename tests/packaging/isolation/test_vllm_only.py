@@ -25,8 +25,12 @@ def test_a_model_is_read_by_standard_names(checkpoint, prompt, expected, monkeyp
     import torch
 
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-    model = nnterp.core.load(str(checkpoint), engine="vllm", dtype="float32", max_model_len=64)
-    with model.prefill(prompt):
+    with (
+        nnterp.core.load(
+            str(checkpoint), engine="vllm", dtype="float32", max_model_len=64
+        ) as model,
+        model.prefill(prompt),
+    ):
         residual = model.layers[1].layer_output.save()
         logits = model.logits.save()
     assert residual.shape == (1, len(prompt), 64)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, cast
 
 from ._errors import MissingBackend
 
 if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
     from .protocols import StandardModel
 
 GROUP = "nnterp.engines"
@@ -20,6 +21,9 @@ _INSTALL = {
 
 
 def _points() -> dict[str, EntryPoint]:
+    # Here rather than above: it is half of what importing nnterp.core would take.
+    from importlib.metadata import entry_points
+
     return {point.name: point for point in entry_points(group=GROUP)}
 
 

@@ -8,7 +8,6 @@ Modules are imported when they are looked up, so that listing families costs not
 from __future__ import annotations
 
 import importlib
-import pkgutil
 from importlib.util import find_spec
 from typing import Any, Protocol
 
@@ -76,6 +75,8 @@ def lookup(model_type: str, engine: str) -> Any:
 
 def known(engine: str) -> tuple[str, ...]:
     """The model types with a family on ``engine``, sorted, without importing any of them."""
+    import pkgutil
+
     found = {model_type for owner, model_type in _registered if owner == engine}
     try:
         spec = find_spec(f"nnterp.families.{engine}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from torch.nn import Module
 
@@ -11,16 +11,46 @@ from nnterp.core import _layouts as layouts
 from nnterp.core import tracing
 from nnterp.core.architectures import Architecture
 from nnterp.core.protocols import StandardAttention, StandardLayer, StandardMlp
-from nnterp.core.tracing import Argument, First, InPlace, Lens, Scaled, Site, beside, own, value
+from nnterp.core.tracing import (
+    Argument,
+    First,
+    InPlace,
+    Lens,
+    Scaled,
+    Site,
+    beside,
+    bound,
+    own,
+    renames,
+    under,
+    value,
+)
 
 from . import _interior
+from ._rows import Flattened
+
+PARALLEL = "the two sublayers of a parallel block read the same stream; there is none between"
+IN_PLACE = InPlace()
+
+
+def _multiplied(lens: Lens) -> Callable[[Any], Lens]:
+    """``lens`` times the architecture's factor on contributions, where it has one."""
+
+    def of(host: Any) -> Lens:
+        multiplier = host.facts.residual_multiplier
+        return lens if multiplier is None else lens | Scaled(lambda h: multiplier(h.config))
+
+    return of
 
 
 def _stream_between(host: Any) -> Site | str:
-    norm = host.architecture.mlp_norm
-    if host.architecture.block == "parallel" or norm is None:
-        return "the two sublayers of a parallel block read the same stream; there is none between"
-    return Site(beside(lambda h: norm, "input"), Argument(0) | InPlace())
+    if host.facts.block == "parallel":
+        return PARALLEL
+    return Site(beside(lambda h: h.facts.mid_enters, "input"), Argument(0) | _rows(host) | IN_PLACE)
+
+
+def _rows(host: Any) -> Lens:
+    return Flattened() if host.facts.mlp is None else Lens()
 
 
 class Layer(tracing.Layer, StandardLayer):
@@ -32,10 +62,14 @@ class Layer(tracing.Layer, StandardLayer):
 
 
 class Attention(tracing.Attention, StandardAttention):
-    """An attention on transformers' shared attention call."""
+    """An attention that makes one call with its queries, keys and values."""
+
+    call: ClassVar[_interior.Call] = _interior.SHARED
 
     attention_output: layouts.Residual = value(
-        Site(beside(lambda host: host.architecture.attention_adds, "output"), First())
+        lambda host: Site(
+            beside(lambda h: h.facts.attention_adds, "output"), _multiplied(First())(host)
+        )
     )
     attention_queries: layouts.Queries = value(_interior.queries)
     attention_keys: layouts.Keys = value(_interior.keys)
@@ -49,16 +83,19 @@ class Mlp(tracing.Mlp, StandardMlp):
     """A dense feed-forward."""
 
     mlp_output: layouts.Residual = value(
-        Site(beside(lambda host: host.architecture.mlp_adds, "output"), First())
+        lambda host: Site(
+            beside(lambda h: h.facts.mlp_adds, "output"), _multiplied(First() | _rows(host))(host)
+        )
     )
     mlp_neurons: layouts.Neurons = value(
-        Site(lambda host: f"{host.get(host.architecture.down_projection).path}.input", Argument(0))
+        lambda host: Site(
+            under(lambda h: h.facts.down_projection, "input"), Argument(0) | _rows(host)
+        )
     )
 
 
-def embedding_rows(factor: Callable[[Any], Any] | None) -> Lens:
-    """The embedding module's output as the table's rows; ``factor`` takes its scale off."""
-    return Lens() if factor is None else Scaled(factor)
+class MlpOnBlock(tracing.OnBlock, Mlp):
+    """A feed-forward whose two linears lie on the block."""
 
 
 def declare(
@@ -66,19 +103,21 @@ def declare(
     *,
     layer: type[Module],
     attention: type[Module],
-    mlp: type[Module],
+    mlp: type[Module] | None = None,
+    interior: type[Attention] = Attention,
 ) -> tuple[dict[Any, Any], dict[Any, Any]]:
-    """A plain family: ``RENAME`` and ``ENVOYS`` from an architecture and its three classes."""
-    rename: dict[Any, Any] = {
-        path: name
-        for name in ("embed_tokens", "layers", "norm", "lm_head")
-        if (path := getattr(architecture, name)) != name
-    }
-    for name, module in (("self_attn", attention), ("mlp", mlp)):
-        if getattr(architecture, name) != name:
-            rename[module] = name
+    """A plain family: ``RENAME`` and ``ENVOYS`` from an architecture and its classes.
+
+    Args:
+        architecture: its facts.
+        layer, attention, mlp: transformers' classes; no ``mlp`` where it lies on the block.
+        interior: how the attention is opened, where it is not the shared call.
+    """
+    on_block = {"mlp": bound(MlpOnBlock, architecture)} if mlp is None else {}
     envoys = {
-        module: type(base.__name__, (base,), {"architecture": architecture, "__module__": __name__})
-        for module, base in ((layer, Layer), (attention, Attention), (mlp, Mlp))
+        layer: bound(Layer, architecture, on_block=on_block),
+        attention: bound(interior, architecture),
     }
-    return rename, envoys
+    if mlp is not None:
+        envoys[mlp] = bound(Mlp, architecture)
+    return renames(architecture, attention, mlp), envoys

@@ -8,6 +8,8 @@ implementation the softmax inside the call is served too.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,41 +24,62 @@ from nnsight.intervention.source import (
 from torch import Tensor
 
 from nnterp.core import tracing
-from nnterp.core.tracing import Argument, Derived, First, Lens, Site, own
+from nnterp.core.tracing import Argument, Derived, First, Lens, Site
 
-CALL = "attention_interface_1"
 # transformers' implementations that take a softcap and apply none.
 NO_SOFTCAP = frozenset({"sdpa"})
-SOFTMAX = "nn_functional_softmax_0"
-DROPOUT = "nn_functional_dropout_0"
+
+
+def _shared_function(host: Any) -> Any:
+    modeling = sys.modules[type(host._module).__module__]
+    return getattr(modeling, "eager_attention_forward", None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """The call in an attention's forward that takes queries, keys and values.
+
+    Attributes:
+        name: its operation's name.
+        first: the position of the queries among its arguments; keys and values follow.
+        heads_first: whether it gives ``[batch, heads, seq, head_dim]``.
+        function: host to the function that it calls under ``eager``.
+        softmax, dropout: the operations in there that take the scores and give the pattern.
+    """
+
+    name: str = "attention_interface_1"
+    first: int = 1
+    heads_first: bool = False
+    function: Callable[[Any], Any] = _shared_function
+    softmax: str = "nn_functional_softmax_0"
+    dropout: str = "nn_functional_dropout_0"
+
+
+SHARED = Call()
+"""transformers' own attention interface."""
 
 
 def _operations(function: Any) -> tuple[str, ...]:
+    function = getattr(function, "__func__", function)
     try:
         return compiled(decorator_chain(function)[0]).names
     except SourceNotAvailable:
         return ()
 
 
-def _eager(host: Any) -> Any:
-    """The eager attention function of the host's modeling file, or ``None``."""
-    modeling = sys.modules[type(host._module).__module__]
-    return getattr(modeling, "eager_attention_forward", None)
-
-
 def _refused(host: Any) -> str | None:
     """Why the call cannot be found, or ``None``."""
-    if CALL in _operations(type(host._module).forward):
+    if host.call.name in _operations(type(host._module).forward):
         return None
     import transformers
 
     return (
-        f"{type(host._module).__name__}.forward makes no call {CALL!r} in transformers "
+        f"{type(host._module).__name__}.forward makes no call {host.call.name!r} in transformers "
         f"{transformers.__version__}, so its inside cannot be reached; read attention_output"
     )
 
 
-def _open(host: Any) -> None:
+def opened(host: Any) -> None:
     """Serve the operations of the attention's forward."""
     install_source(host)
 
@@ -64,44 +87,63 @@ def _open(host: Any) -> None:
 def _open_eager(host: Any) -> None:
     """Serve the operations inside the eager call as well."""
     install_source(host)
-    base, interleaver = f"{host.path}.source.{CALL}", host.interleaver
+    base, interleaver = f"{host.path}.source.{host.call.name}", host.interleaver
     # nnsight asks the running call for its function; here it is known beforehand, so that
     # several blocks of one trace can look inside the same call.
     if interleaver.sourced.get(base) is None:
         interleaver.sourced[base] = instrument(
-            _eager(host),
+            host.call.function(host),
             make_op(lambda: (interleaver, base) if interleaver.interleaving else (None, None)),
         )
 
 
-class _StepTokens(Lens):
+class StepTokens(Lens):
     """Keys or values of this step, of the call's, which hold the cache's positions too.
 
     A write also lands in the cache, which holds the same storage: later steps see it.
+
+    Args:
+        offset: 1 for the keys and 2 for the values, from the queries on.
     """
 
-    def __init__(self, index: int) -> None:
-        self.index = index
+    def __init__(self, offset: int) -> None:
+        self.offset = offset
 
-    def _count(self, raw: Any) -> int:
-        count: int = raw[0][1].shape[2]
-        return count
+    def _find(self, raw: Any, host: Any) -> tuple[int, int]:
+        first: int = host.call.first
+        return first + self.offset, raw[0][first].shape[2]
 
     def get(self, raw: Any, host: Any) -> Tensor:
-        whole: Tensor = raw[0][self.index]
-        return whole[:, :, -self._count(raw) :]
+        index, count = self._find(raw, host)
+        whole: Tensor = raw[0][index]
+        return whole[:, :, -count:]
 
     def put(self, raw: Any, new: Tensor, host: Any) -> Any:
-        (args, kwargs), count = raw, self._count(raw)
-        whole = args[self.index]
+        (args, kwargs), (index, count) = raw, self._find(raw, host)
+        whole = args[index]
         past = whole[:, :, :-count]
         with torch.no_grad():
             whole.detach()[:, :, -count:].copy_(new)
-        new = torch.cat([past, new], 2)
-        return (*args[: self.index], new, *args[self.index + 1 :]), kwargs
+        return (*args[:index], torch.cat([past, new], 2), *args[index + 1 :]), kwargs
 
 
-class _Masked(Lens):
+class _CallQueries(Lens):
+    def get(self, raw: Any, host: Any) -> Tensor:
+        return Argument(host.call.first).get(raw, host)
+
+    def put(self, raw: Any, new: Tensor, host: Any) -> Any:
+        return Argument(host.call.first).put(raw, new, host)
+
+
+class _HeadsFirst(Lens):
+    def get(self, raw: Tensor, host: Any) -> Tensor:
+        return raw.transpose(1, 2)
+
+    def put(self, raw: Tensor, new: Tensor, host: Any) -> Tensor:
+        return new.transpose(1, 2)
+
+
+class Masked(Lens):
     """Scores whose masked entries, the dtype's minimum in transformers, read as ``-inf``."""
 
     def get(self, raw: Tensor, host: Any) -> Tensor:
@@ -110,19 +152,27 @@ class _Masked(Lens):
 
 def _call_scores(raw: Any, host: Any) -> Tensor:
     """The call's scores, from its queries and keys."""
-    args, _ = raw
-    facts, config = host.architecture.attention, host.config
+    args, first = raw[0], host.call.first
+    return recomputed_scores(args[first], args[first + 1], host)
+
+
+def recomputed_scores(queries: Tensor, keys: Tensor, host: Any) -> Tensor:
+    """Scores from queries and from all keys so far, padding masked."""
+    facts, config = host.facts.attention, host.config
+    uncapped = host.root.attn_implementation in NO_SOFTCAP
     found = tracing.scores(
-        args[1],
-        args[2],
-        scale=facts.scale(config, host.index),
-        softcap=None if host.root.attn_implementation in NO_SOFTCAP else facts.softcap(config),
+        queries,
+        keys,
+        scale=1.0 if facts.scaled_queries else facts.scale(config, host.index),
+        softcap=None if uncapped else facts.softcap(config),
         window=facts.window(config, host.index),
+        slopes=facts.slopes(config),
     )
     pads = host.root.padding(tracing.running(), found.shape[-1])
-    if pads is not None:
+    if any(pads):
         columns = torch.arange(found.shape[-1], device=found.device)
-        found = found.masked_fill(columns < pads.view(-1, 1, 1, 1), float("-inf"))
+        front = torch.tensor(pads, device=found.device).view(-1, 1, 1, 1)
+        found = found.masked_fill(columns < front, float("-inf"))
     return found
 
 
@@ -131,24 +181,37 @@ def _call_pattern(raw: Any, host: Any) -> Tensor:
     return tracing.pattern(_call_scores(raw, host)).nan_to_num(0.0)
 
 
+def _at(side: str) -> Callable[[Any], str]:
+    return lambda host: f"{host.path}.source.{host.call.name}.{side}"
+
+
 def queries(host: Any) -> Site | str:
     """``[batch, heads, seq, qk_head_dim]``."""
-    return _refused(host) or Site(own(f"source.{CALL}.input"), Argument(1), prepare=_open)
+    return _refused(host) or Site(_at("input"), _CallQueries(), prepare=opened)
 
 
 def keys(host: Any) -> Site | str:
     """``[batch, kv_heads, seq, qk_head_dim]``."""
-    return _refused(host) or Site(own(f"source.{CALL}.input"), _StepTokens(2), prepare=_open)
+    return _refused(host) or Site(_at("input"), StepTokens(1), prepare=opened)
 
 
 def values(host: Any) -> Site | str:
     """``[batch, kv_heads, seq, head_dim]``."""
-    return _refused(host) or Site(own(f"source.{CALL}.input"), _StepTokens(3), prepare=_open)
+    return _refused(host) or Site(_at("input"), StepTokens(2), prepare=opened)
 
 
 def head_outputs(host: Any) -> Site | str:
     """``[batch, seq, heads, head_dim]``."""
-    return _refused(host) or Site(own(f"source.{CALL}.output"), First(), prepare=_open)
+    lens = First() | _HeadsFirst() if host.call.heads_first else First()
+    return _refused(host) or Site(_at("output"), lens, prepare=opened)
+
+
+def instead_of(implementation: str) -> str:
+    """Why scores and pattern cannot be written under an implementation."""
+    return (
+        f"it is recomputed, since the attention runs as {implementation!r}; edit the queries, "
+        f"keys or head outputs, or load with attn_implementation='eager'"
+    )
 
 
 def _inside(host: Any, operation: str, side: str, lens: Lens, recompute: Any) -> Site | str:
@@ -158,28 +221,21 @@ def _inside(host: Any, operation: str, side: str, lens: Lens, recompute: Any) ->
     implementation = host.root.attn_implementation
     if implementation != "eager":
         return Site(
-            own(f"source.{CALL}.input"),
-            Derived(
-                recompute,
-                f"it is recomputed, since the attention runs as {implementation!r}; edit the "
-                f"queries, keys or head outputs, or load with attn_implementation='eager'",
-            ),
-            prepare=_open,
+            _at("input"), Derived(recompute, instead_of(implementation)), prepare=opened
         )
-    function = _eager(host)
+    function = host.call.function(host)
     if function is None or operation not in _operations(function):
         return (
             f"the eager attention of {type(host._module).__name__} has no operation {operation!r}"
         )
-    at = own(f"source.{CALL}.source.{operation}.{side}")
-    return Site(at, lens, prepare=_open_eager)
+    return Site(_at(f"source.{operation}.{side}"), lens, prepare=_open_eager)
 
 
 def scores(host: Any) -> Site | str:
     """``[batch, heads, query, key]``, masked entries ``-inf``."""
-    return _inside(host, SOFTMAX, "input", Argument(0) | _Masked(), _call_scores)
+    return _inside(host, host.call.softmax, "input", Argument(0) | Masked(), _call_scores)
 
 
 def pattern(host: Any) -> Site | str:
     """``[batch, heads, query, key]``."""
-    return _inside(host, DROPOUT, "output", Lens(), _call_pattern)
+    return _inside(host, host.call.dropout, "output", Lens(), _call_pattern)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+import warnings
 from typing import Any
 
+import nnsight
 import torch
 from nnsight.intervention.batching import Batcher
 from nnsight.intervention.interleaver import OutOfOrderError
@@ -11,6 +16,7 @@ from nnsight.intervention.tracer import InterleavingTracer
 from nnsight.modeling.transformers import TransformersModel
 from nnsight.tracing.tracer import _saves, mark, push_result
 from torch import Tensor
+from torch._guards import detect_fake_mode
 from torch.nn import Module
 
 from nnterp.core import _layouts as layouts
@@ -28,6 +34,7 @@ from nnterp.core.tracing import (
     Standardized,
     checked_path,
     container_envoys,
+    has_tokenizer,
     is_chat,
     model_type_of,
     own,
@@ -35,17 +42,42 @@ from nnterp.core.tracing import (
     value,
 )
 
+from ._interior import NO_SOFTCAP
+
 
 class RowBatcher(Batcher):
-    """nnsight's batcher, which also knows the padding and leaves unedited values alone."""
+    """nnsight's batcher, which also knows the padding and leaves unedited values alone.
 
-    mask: Tensor | None = None
+    Attributes:
+        width: how many tokens the batch's rows have, padding included; 0 without a mask.
+        pads: how many of them are padding, in front, row by row.
+    """
+
+    width: int = 0
+    pads: Sequence[int] = ()
 
     def assemble(self, fn: Any) -> tuple[Any, Any]:
         args, kwargs = super().assemble(fn)
         mask = kwargs.get("attention_mask")
-        self.mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
+        if not isinstance(mask, Tensor) or mask.dim() != 2:
+            return args, kwargs
+        self.width = mask.shape[1]
+        if detect_fake_mode() is not None:
+            # A scan's tensors hold nothing; what the prompts lack is padding.
+            self.pads = [pad for inputs, _ in self.invokes for pad in self._lacking(inputs)]
+            return args, kwargs
+        self.pads = (mask.cumsum(1) == 0).sum(1).tolist()
+        if not mask[:, -1].all():
+            raise ValueError(
+                "a row ends in padding: values are laid out for padding in front, where the last "
+                "position is every prompt's own; set the tokenizer's padding_side to 'left'"
+            )
         return args, kwargs
+
+    def _lacking(self, inputs: tuple[Any, ...]) -> list[int]:
+        if self.envoy._one_prompt(inputs):
+            return [self.width - len(self.envoy.encode(inputs[0]))]
+        return [0] * self.envoy._batch_size(*inputs)
 
     def widen(self, full: Any, group: Any, edited: Any) -> Any:
         return full if edited is KEEP else super().widen(full, group, edited)
@@ -136,6 +168,8 @@ class StandardizedTransformer(Standardized, TransformersModel, StandardModel):
             )
 
         self.family = self._family(family, model_type, self.engine)
+        named = repo_id if isinstance(repo_id, str) else getattr(repo_id, "name_or_path", None)
+        self._textless = kwargs.get("tokenizer") is None and not has_tokenizer(named)
         kwargs.setdefault("task", "text-generation")
         super().__init__(
             repo_id,
@@ -144,8 +178,53 @@ class StandardizedTransformer(Standardized, TransformersModel, StandardModel):
             envoys={**container_envoys(), **self.family.ENVOYS, **(envoys or {})},
             **kwargs,
         )
+        self._warn_of_softcap()
         for key, setting in (tokenizer_kwargs or {}).items():
             setattr(self.tokenizer, key, setting)
+
+    # -- a checkpoint without a tokenizer ---------------------------------------
+
+    @contextlib.contextmanager
+    def _padded(self) -> Iterator[None]:
+        """nnsight asks a tokenizer how to pad; here something answers where there is none."""
+        if not self._textless:
+            yield
+            return
+        self.tokenizer = SimpleNamespace(
+            pad_token="", pad_token_id=0, padding_side="left", model_max_length=None
+        )
+        try:
+            yield
+        finally:
+            self.tokenizer = None
+
+    def _load_meta(self, repo_id: str, *args: Any, **kwargs: Any) -> Module:
+        with self._padded():
+            module: Module = super()._load_meta(repo_id, *args, **kwargs)
+        return module
+
+    def _load(self, repo_id: str, *args: Any, **kwargs: Any) -> Module:
+        with self._padded():
+            module: Module = super()._load(repo_id, *args, **kwargs)
+        return module
+
+    def _wrap(self, module: Module, *args: Any, **kwargs: Any) -> Module:
+        with self._padded():
+            wrapped: Module = super()._wrap(module, *args, **kwargs)
+        return wrapped
+
+    def _warn_of_softcap(self) -> None:
+        facts = self.architecture
+        if facts is None or self.attn_implementation not in NO_SOFTCAP:
+            return
+        if facts.attention.softcap(self.text_config) is not None:
+            warnings.warn(
+                f"{self.model_name} caps its attention scores, and transformers' "
+                f"{self.attn_implementation!r} attention applies no cap: the model computes "
+                f"something else than it was trained to. Load it with "
+                f"attn_implementation='eager'",
+                stacklevel=3,
+            )
 
     # -- values ----------------------------------------------------------------
 
@@ -158,7 +237,9 @@ class StandardizedTransformer(Standardized, TransformersModel, StandardModel):
         )
     )
     token_embeddings: layouts.Residual = value(_embeddings)
-    final_norm_output: layouts.Residual = value(Site(under("norm", "output"), First()))
+    final_norm_output: layouts.Residual = value(
+        lambda host: host.no_norm or Site(under("norm", "output"), First())
+    )
     lm_head_output: layouts.Logits = value(Site(under("lm_head", "output")))
     logits: layouts.Logits = value(Site(own("output"), Field("logits")))
     next_token_probs: layouts.Probabilities = value(
@@ -175,34 +256,31 @@ class StandardizedTransformer(Standardized, TransformersModel, StandardModel):
 
     # -- rows ------------------------------------------------------------------
 
-    def padding(self, mediator: Any, keys: int) -> Tensor | None:
+    def padding(self, mediator: Any, keys: int) -> list[int]:
         """How many of ``keys`` positions are padding in each row of the block's prompts."""
         batcher = self.interleaver.batcher
-        mask = None if batcher is None else batcher.mask
-        if mask is None:
-            return None
-        if mediator is not None and mediator.batch_group is not None and batcher.batching:
+        if batcher is None or not batcher.width:
+            return []
+        pads = batcher.pads
+        if mediator.batch_group is not None and batcher.batching:
             start, size = mediator.batch_group
-            mask = mask[start : start + size]
-        pads = (mask == 0).sum(1)
+            pads = pads[start : start + size]
         # A window's cache drops its oldest positions, the padding first.
-        gone = max(0, mask.shape[1] + Block.of(mediator).step - keys)
-        return (pads - gone).clamp_min(0)
+        gone = max(0, batcher.width + Block.of(mediator).step - keys)
+        return [max(0, pad - gone) for pad in pads]
 
     def own_rows(
         self, mediator: Any, layout: layouts.Layout, value: Tensor
     ) -> tuple[slice, ...] | None:
         batcher = self.interleaver.batcher
-        if batcher is None or batcher.mask is None or mediator.batch_group is None:
+        if batcher is None or mediator.batch_group is None or not any(batcher.pads):
             return None
-        width = batcher.mask.shape[1]
         rows, cut = [slice(None)] * value.dim(), False
         for axis, name in enumerate(layout.axes):
             size = value.shape[axis]
-            if name == "key" or (name in ("seq", "query") and size == width):
-                pads = self.padding(mediator, size if name == "key" else width)
+            if name == "key" or (name in ("seq", "query") and size == batcher.width):
                 # Prompts of one invoke keep the padding that lines them up with each other.
-                pad = 0 if pads is None else int(pads.min())
+                pad = min(self.padding(mediator, size if name == "key" else batcher.width))
                 if pad:
                     rows[axis], cut = slice(pad, None), True
         return tuple(rows) if cut else None
@@ -228,7 +306,8 @@ class StandardizedTransformer(Standardized, TransformersModel, StandardModel):
             ((self.encode(inputs[0]),), kwargs) if self._one_prompt(inputs) else (inputs, kwargs)
             for inputs, kwargs in invokes
         ]
-        assembled: tuple[Any, Any] = super()._batch(one_each, fn)
+        with self._padded():
+            assembled: tuple[Any, Any] = super()._batch(one_each, fn)
         return assembled
 
     @staticmethod
@@ -302,14 +381,94 @@ class StandardizedTransformer(Standardized, TransformersModel, StandardModel):
 
     # -- methods ---------------------------------------------------------------
 
+    def order(self, layer: int | None = None) -> dict[str, int]:
+        """In which order the forward passes the values; equal where they are read together.
+
+        Measured on a forward of this model. Values have to be read in this order.
+
+        Args:
+            layer: a block's index for its values, under the keys of ``support(layer)``;
+                without it the model's own values.
+
+        Returns:
+            Each available value's position, from 0.
+
+        Raises:
+            IndexError: there is no such layer.
+        """
+        passed = self._passed(layer)
+        positions = {at: i for i, at in enumerate(sorted(set(passed.values())))}
+        return {key: positions[at] for key, at in passed.items()}
+
+    def rank(self, name: str, layer: int | None = None) -> tuple[int, int]:
+        """A key to sort values of the whole model by, in the order of the forward.
+
+        Args:
+            name: a value's key, as in ``support(layer)``.
+            layer: its block, or ``None`` for the model's own values.
+
+        Returns:
+            The block, ``-1`` before the first and ``num_layers`` after the last, and the
+            position in there.
+
+        Raises:
+            Unavailable: the model does not serve it. KeyError: it is no standard value.
+        """
+        self.require(name if layer is None else f"layers.{layer}.{name}")
+        if layer is not None:
+            return layer % self.num_layers, self.order(layer)[name]
+        passed = self._passed(None)
+        first = min(self._passed(0).values())
+        block = -1 if passed[name] <= first else self.num_layers
+        return block, self.order()[name]
+
+    def _passed(self, layer: int | None) -> dict[str, int]:
+        """Where one forward passed each available value, as the number of the visit."""
+        found = self.__dict__.setdefault("_order", {})
+        if layer not in found:
+            found[layer] = self._measure(layer)
+        measured: dict[str, int] = found[layer]
+        return measured
+
+    def _measure(self, layer: int | None) -> dict[str, int]:
+        block = None if layer is None else self.layers[layer]
+        served = [key for key, reason in self.support(layer).items() if reason is None]
+        if layer is None:
+            served = [key for key in served if not key.startswith("layers.")]
+        # Locations are listed in the order of their first visit, so the list starts empty.
+        kept, self.interleaver.counts = self.interleaver.counts, {}
+        try:
+            with self.prefill([self.vocab_size - 1]):
+                sites = prepared(self if block is None else block, served)
+                self.logits  # noqa: B018 - a block that reads nothing does not run
+                nnsight.save(sites)
+            visits = {location: i for i, location in enumerate(self.interleaver.counts)}
+        finally:
+            self.interleaver.counts = kept
+        return {key: visits[location] for key, location in sites.items()}
+
     def _project(self, hidden: Tensor) -> Tensor:
         if not self.dispatched:
             self.dispatch()
-        projected = self.lm_head(self.norm(hidden))
+        projected = self.lm_head(self._normed(hidden))
         facts = self.architecture
         if facts is None or facts.logits is None:
             return projected
         return facts.logits(self.text_config, projected)
+
+
+def prepared(host: Any, keys: list[str]) -> dict[str, str]:
+    """Run inside a block: the locations of values on a host or under it, made ready to be
+    served."""
+    found: dict[str, str] = {}
+    for key in keys:
+        path, _, name = key.rpartition(".")
+        owner = getattr(host, path) if path else host
+        site = getattr(type(owner), name).site(owner)
+        if site.prepare is not None:
+            site.prepare(owner)
+        found[key] = site.at(owner)
+    return found
 
 
 def _ours(error: OutOfOrderError) -> OutOfOrder:

@@ -12,8 +12,12 @@ if _find_spec("vllm") is None:
     )
 
 from ._conventions import Attention as Attention
+from ._conventions import BackendAttention as BackendAttention
+from ._conventions import BackendLayer as BackendLayer
+from ._conventions import BackendMlp as BackendMlp
 from ._conventions import FusedLayer as FusedLayer
 from ._conventions import Mlp as Mlp
 from ._conventions import PlainLayer as PlainLayer
+from ._conventions import backend as backend
 from ._conventions import declare as declare
 from ._model import StandardizedVLLM as StandardizedVLLM

@@ -8,6 +8,7 @@ block carries the stream whole.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -27,9 +28,12 @@ from nnterp.core.tracing import (
     InPlace,
     Item,
     Lens,
+    Scaled,
     Site,
     beside,
+    bound,
     own,
+    renames,
     under,
     value,
 )
@@ -42,7 +46,22 @@ _READ_ONLY = (
     "vLLM computes it inside a kernel, so it is recomputed from the queries and keys; edit the "
     "queries, keys or head outputs instead"
 )
+_SHARDED = (
+    "under tensor parallelism each rank's attention has some of the heads only; read it with "
+    "tensor_parallel_size=1"
+)
 _PARALLEL = "the two sublayers of a parallel block read the same stream; there is none between"
+
+
+def _between(inner: Lens) -> Callable[[Any], Site | str]:
+    """Where the stream between the sublayers is, seen through ``inner``."""
+
+    def site(host: Any) -> Site | str:
+        if host.facts.block == "parallel":
+            return _PARALLEL
+        return Site(beside(lambda h: h.facts.mid_enters, "input"), inner)
+
+    return site
 
 
 class FusedLayer(tracing.Layer, StandardLayer):
@@ -51,57 +70,43 @@ class FusedLayer(tracing.Layer, StandardLayer):
     layer_input: layouts.Residual = value(
         Site(own("input"), Halves(Argument("hidden_states"), Argument("residual")) | Batched())
     )
-    layer_mid: layouts.Residual = value(
-        lambda host: (
-            Site(
-                beside(lambda h: h.architecture.mlp_norm, "input"),
-                Halves(Argument(0), Argument(1)) | Batched(),
-            )
-            if host.architecture.block == "sequential"
-            else _PARALLEL
-        )
-    )
+    layer_mid: layouts.Residual = value(_between(Halves(Argument(0), Argument(1)) | Batched()))
     layer_output: layouts.Residual = value(
         Site(own("output"), Halves(Item(0), Item(1)) | Batched())
     )
 
 
 class PlainLayer(tracing.Layer, StandardLayer):
-    """A block called with the whole stream and returning it."""
+    """A block called with the whole stream and returning it, alone or first of a pair."""
 
     layer_input: layouts.Residual = value(
         Site(own("input"), Argument("hidden_states") | Batched())
     )
-    layer_mid: layouts.Residual = value(
-        lambda host: (
-            Site(
-                beside(lambda h: h.architecture.mlp_norm, "input"),
-                Argument(0) | Batched() | InPlace(),
-            )
-            if host.architecture.block == "sequential"
-            else _PARALLEL
-        )
-    )
+    layer_mid: layouts.Residual = value(_between(Argument(0) | Batched() | InPlace()))
     layer_output: layouts.Residual = value(Site(own("output"), First() | Batched()))
 
 
-def _scores(raw: Any, host: Any) -> Tensor:
-    facts, config = host.architecture.attention, host.config
-    return tracing.scores(
-        _QUERIES.get(raw, host),
-        _KEYS.get(raw, host),
-        scale=facts.scale(config, host.index),
-        softcap=facts.softcap(config),
-        window=facts.window(config, host.index),
-    )
-
-
-def _pattern(raw: Any, host: Any) -> Tensor:
-    return tracing.pattern(_scores(raw, host))
+def _multiplied(host: Any, lens: Lens) -> Lens:
+    """``lens`` times the architecture's factor on contributions, where it has one."""
+    multiplier = host.facts.residual_multiplier
+    return lens if multiplier is None else lens | Scaled(lambda h: multiplier(h.config))
 
 
 def _kernel(host: Any) -> Any:
     return host.get("attn")._module
+
+
+def _interior(site: Callable[[Any], Site]) -> Callable[[Any], Site | str]:
+    """``site``, unless each rank's attention has some of the heads only."""
+
+    def resolve(host: Any) -> Site | str:
+        return _SHARDED if host.root.tensor_parallel_size > 1 else site(host)
+
+    return resolve
+
+
+def _scale(host: Any) -> float:
+    return float(host.facts.attention.scale(host.config, host.index))
 
 
 _QUERIES: Lens = Argument(0) | Heads(lambda host: _kernel(host).num_heads)
@@ -110,36 +115,75 @@ _VALUES: Lens = Argument(2) | Heads(lambda host: _kernel(host).num_kv_heads)
 _OUTPUTS: Lens = Heads(lambda host: _kernel(host).num_heads, inside=True)
 
 
+def _queries(host: Any) -> Lens:
+    # vLLM's kernel scales; where the architecture's queries come scaled, they are seen so.
+    return _QUERIES | Scaled(_scale) if host.facts.attention.scaled_queries else _QUERIES
+
+
+def _scores(raw: Any, host: Any) -> Tensor:
+    facts, config = host.facts.attention, host.config
+    return tracing.scores(
+        _QUERIES.get(raw, host),
+        _KEYS.get(raw, host),
+        scale=_scale(host),
+        softcap=facts.softcap(config),
+        window=facts.window(config, host.index),
+        slopes=facts.slopes(config),
+    )
+
+
+def _pattern(raw: Any, host: Any) -> Tensor:
+    return tracing.pattern(_scores(raw, host))
+
+
 class Attention(tracing.Attention, StandardAttention):
     """An attention around vLLM's attention layer, its child ``attn``."""
 
     attention_output: layouts.Residual = value(
-        Site(beside(lambda host: host.architecture.attention_adds, "output"), First() | Batched())
+        lambda host: Site(
+            beside(lambda h: h.facts.attention_adds, "output"),
+            _multiplied(host, First() | Batched()),
+        )
     )
-    attention_queries: layouts.Queries = value(Site(under("attn", "input"), _QUERIES))
-    attention_keys: layouts.Keys = value(Site(under("attn", "input"), _KEYS))
-    attention_values: layouts.Values = value(Site(under("attn", "input"), _VALUES))
+    attention_queries: layouts.Queries = value(
+        _interior(lambda host: Site(under("attn", "input"), _queries(host)))
+    )
+    attention_keys: layouts.Keys = value(
+        _interior(lambda host: Site(under("attn", "input"), _KEYS))
+    )
+    attention_values: layouts.Values = value(
+        _interior(lambda host: Site(under("attn", "input"), _VALUES))
+    )
     attention_scores: layouts.Pattern = value(
-        Site(under("attn", "input"), Derived(_scores, _READ_ONLY), decode=_DECODE)
+        _interior(
+            lambda host: Site(under("attn", "input"), Derived(_scores, _READ_ONLY), decode=_DECODE)
+        )
     )
     attention_probabilities: layouts.Pattern = value(
-        Site(under("attn", "input"), Derived(_pattern, _READ_ONLY), decode=_DECODE)
+        _interior(
+            lambda host: Site(under("attn", "input"), Derived(_pattern, _READ_ONLY), decode=_DECODE)
+        )
     )
-    attention_head_outputs: layouts.HeadOutputs = value(Site(under("attn", "output"), _OUTPUTS))
+    attention_head_outputs: layouts.HeadOutputs = value(
+        _interior(lambda host: Site(under("attn", "output"), _OUTPUTS))
+    )
 
 
 class Mlp(tracing.Mlp, StandardMlp):
     """A dense feed-forward."""
 
     mlp_output: layouts.Residual = value(
-        Site(beside(lambda host: host.architecture.mlp_adds, "output"), First() | Batched())
-    )
-    mlp_neurons: layouts.Neurons = value(
-        Site(
-            lambda host: f"{host.get(host.architecture.down_projection).path}.input",
-            Argument(0) | Batched(),
+        lambda host: Site(
+            beside(lambda h: h.facts.mlp_adds, "output"), _multiplied(host, First() | Batched())
         )
     )
+    mlp_neurons: layouts.Neurons = value(
+        Site(under(lambda host: host.facts.down_projection, "input"), Argument(0) | Batched())
+    )
+
+
+class MlpOnBlock(tracing.OnBlock, Mlp):
+    """A feed-forward whose two linears lie on the block."""
 
 
 def declare(
@@ -148,20 +192,112 @@ def declare(
     *,
     layer: type[Module],
     attention: type[Module],
-    mlp: type[Module],
+    mlp: type[Module] | None = None,
+    attention_convention: type[Attention] = Attention,
+    mlp_convention: type[Mlp] = Mlp,
 ) -> tuple[dict[Any, Any], dict[Any, Any]]:
     """A plain family: ``RENAME`` and ``ENVOYS`` from an architecture, vLLM's calling
-    convention for its blocks, and the three classes."""
-    rename: dict[Any, Any] = {
-        path: name
-        for name in ("embed_tokens", "layers", "norm", "lm_head")
-        if (path := getattr(architecture, name)) != name
+    convention for its blocks, and its classes.
+
+    Args:
+        architecture: its facts.
+        convention: :class:`FusedLayer` or :class:`PlainLayer`.
+        layer, attention, mlp: vLLM's classes; no ``mlp`` where it lies on the block.
+        attention_convention, mlp_convention: how the sublayers are called, where that is
+            particular.
+    """
+    on_block = {"mlp": bound(MlpOnBlock, architecture)} if mlp is None else {}
+    envoys: dict[Any, Any] = {
+        layer: bound(convention, architecture, on_block=on_block),
+        attention: bound(attention_convention, architecture),
     }
-    for name, module in (("self_attn", attention), ("mlp", mlp)):
-        if getattr(architecture, name) != name:
-            rename[module] = name
-    envoys = {
-        module: type(base.__name__, (base,), {"architecture": architecture, "__module__": __name__})
-        for module, base in ((layer, convention), (attention, Attention), (mlp, Mlp))
+    if mlp is not None:
+        envoys[mlp] = bound(mlp_convention, architecture)
+    return renames(architecture, attention, mlp), envoys
+
+
+# -- vLLM's Transformers backend -------------------------------------------------
+
+
+def _on_backend(site: Callable[[Any], Site | str] | Site) -> Callable[[Any], Site | str]:
+    """``site`` on a module of transformers' own, which the backend runs; else why not.
+
+    The backend's families go by path, so that one serves every architecture; a class of
+    vLLM's own at that path calls its block otherwise.
+    """
+
+    def resolve(host: Any) -> Site | str:
+        module = type(host._module)
+        if not any(c.__module__.startswith("transformers.") for c in module.__mro__):
+            return (
+                f"vLLM runs this model with {module.__module__}.{module.__name__}, which no "
+                f"family describes; the family that was found describes its Transformers backend"
+            )
+        return site if isinstance(site, Site) else site(host)
+
+    return resolve
+
+
+class BackendLayer(tracing.Layer, StandardLayer):
+    """A block of transformers' that vLLM runs: the stream is ``[1, tokens, hidden]``."""
+
+    layer_input: layouts.Residual = value(
+        _on_backend(Site(own("input"), Argument("hidden_states")))
+    )
+    layer_mid: layouts.Residual = value(_on_backend(_between(Argument(0) | InPlace())))
+    layer_output: layouts.Residual = value(_on_backend(Site(own("output"), First())))
+
+
+class BackendAttention(Attention):
+    """An attention of transformers' around vLLM's attention layer."""
+
+    attention_output: layouts.Residual = value(
+        _on_backend(
+            lambda host: Site(
+                beside(lambda h: h.facts.attention_adds, "output"), _multiplied(host, First())
+            )
+        )
+    )
+
+
+class BackendMlp(Mlp):
+    """A feed-forward of transformers'."""
+
+    mlp_output: layouts.Residual = value(
+        _on_backend(
+            lambda host: Site(
+                beside(lambda h: h.facts.mlp_adds, "output"), _multiplied(host, First())
+            )
+        )
+    )
+    mlp_neurons: layouts.Neurons = value(
+        _on_backend(Site(under(lambda host: host.facts.down_projection, "input"), Argument(0)))
+    )
+
+
+def backend(architecture: Architecture) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """``RENAME`` and ``ENVOYS`` of any architecture on vLLM's Transformers backend.
+
+    The backend holds transformers' own modules under ``model``, whatever they are under in
+    the checkpoint.
+    """
+
+    def path(name: str) -> str:
+        return "model." + name.split(".", 1)[1]
+
+    rename = {
+        path(architecture.embed_tokens): "embed_tokens",
+        path(architecture.layers): "layers",
+        path(architecture.norm): "norm",
+    }
+    blocks = f"{path(architecture.layers)}.*"
+    for name in ("self_attn", "mlp"):
+        native = getattr(architecture, name)
+        if native not in (None, name):
+            rename[native] = name
+    envoys: dict[Any, Any] = {
+        blocks: bound(BackendLayer, architecture),
+        f"{blocks}.{architecture.self_attn}": bound(BackendAttention, architecture),
+        f"{blocks}.{architecture.mlp}": bound(BackendMlp, architecture),
     }
     return rename, envoys

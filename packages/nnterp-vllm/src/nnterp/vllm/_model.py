@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -26,10 +25,12 @@ from nnterp.core.tracing import (
     Batched,
     Derived,
     First,
+    Lens,
     Site,
     Standardized,
     checked_path,
     container_envoys,
+    has_tokenizer,
     model_type_of,
     own,
     running,
@@ -128,7 +129,7 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
                 ),
             }
         self.__dict__["_WORKER_CLS"] = _runner.worker_path()
-        self.__dict__["_tensor_parallel"] = kwargs.get("tensor_parallel_size", 1)
+        self.__dict__["_tensor_parallel"] = kwargs.get("tensor_parallel_size") or 1
         super().__init__(
             repo_id,
             *args,
@@ -164,7 +165,7 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
     @staticmethod
     def _engine_defaults(repo_id: str, kwargs: dict[str, Any]) -> dict[str, Any]:
         kwargs = dict(kwargs)
-        if not _has_tokenizer(kwargs.get("tokenizer") or repo_id):
+        if not has_tokenizer(kwargs.get("tokenizer") or repo_id):
             kwargs.setdefault("skip_tokenizer_init", True)
         if not current_platform.is_cpu():
             return kwargs
@@ -250,7 +251,10 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
     attention_mask: layouts.TokenIds = unavailable(
         "a vLLM request is one unpadded sequence; there is no mask"
     )
-    input_ids: layouts.TokenIds = value(Site(own("input"), Argument("input_ids") | Batched()))
+    input_ids: layouts.TokenIds = value(
+        Site(own("input"), Argument("input_ids") | Batched()),
+        "``[1, tokens]``: the whole prompt on the prefill, one token on each decode step.",
+    )
     input_size: Any = value(
         Site(
             own("input"),
@@ -258,16 +262,42 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
                 lambda raw, host: (1, Argument("input_ids").get(raw, host).shape[0]),
                 "write input_ids",
             ),
-        )
+        ),
+        "``(1, tokens)``: a request is one sequence.",
     )
-    token_embeddings: layouts.Residual = value(Site(under("embed_tokens", "output"), Batched()))
+    token_embeddings: layouts.Residual = value(
+        lambda host: Site(under("embed_tokens", "output"), host.batched),
+        "The embedding module's output, ``[1, tokens, hidden_size]``; what a family scales or "
+        "adds positions to comes after.",
+    )
     final_norm_output: layouts.Residual = value(
-        Site(under("norm", "output"), First() | Batched())
+        lambda host: host.no_norm or Site(under("norm", "output"), First() | host.batched),
+        "``[1, tokens, hidden_size]``, of which the engine projects the last position. A family "
+        "whose blocks hand the stream on in two halves calls the final norm with both, and the "
+        "norm returns ``(normed, residual)``: this is the normed half. Assign to replace it; "
+        "in-place edits reach the model.",
     )
-    logits: layouts.Logits = value(Site(own("logits"), Batched()))
+    logits: layouts.Logits = value(
+        Site(own("logits"), Batched()),
+        "``[1, 1, vocab_size]``: the engine computes this step's last position only, so "
+        "``logits[:, -1]`` reads the same on every engine.",
+    )
     next_token_probs: layouts.Probabilities = value(
-        Site(own("logits"), Derived(lambda raw, host: raw.softmax(-1), "write logits"))
+        Site(own("logits"), Derived(lambda raw, host: raw.softmax(-1), "write logits")),
+        "``[1, vocab_size]``, as on every engine.",
     )
+
+    @property
+    def batched(self) -> Lens:
+        """How the stream of a step is seen: vLLM's Transformers backend batches it already."""
+        backend = type(self._module).__module__.startswith("vllm.model_executor.models.transformers")
+        return Lens() if backend else Batched()
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Over how many ranks each layer is spread."""
+        size: int = self.__dict__["_tensor_parallel"]
+        return size
 
     @property
     def dtype(self) -> torch.dtype:
@@ -397,7 +427,8 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
             ``[..., vocab]``.
 
         Raises:
-            OutsideTrace: there are no weights in this process.
+            OutsideTrace: no block is running; there are no weights in this process.
+            WrongShape: ``hidden`` is not as wide as the residual stream.
         """
         if running() is None:
             raise OutsideTrace(
@@ -407,7 +438,7 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
 
     def _project(self, hidden: Tensor) -> Tensor:
         flat = hidden.reshape(-1, hidden.shape[-1]).contiguous()
-        normed = self.norm(flat)
+        normed = self._normed(flat)
         interleaver = self.interleaver
         kept, interleaver.interleaving = interleaver.interleaving, False
         try:
@@ -437,12 +468,3 @@ _ORDER = (
     "not supported on the vllm engine: the forward order is measured on "
     "StandardizedTransformer only"
 )
-
-
-def _has_tokenizer(source: Any) -> bool:
-    folder = Path(str(source))
-    if not folder.is_dir():
-        return True  # on the hub, or in its cache: vLLM says what it cannot find
-    names = {path.name for path in folder.iterdir()}
-    known = {"tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json"}
-    return bool(names & known) or any(name.endswith((".tiktoken", ".gguf")) for name in names)

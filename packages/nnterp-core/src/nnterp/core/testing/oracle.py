@@ -104,7 +104,7 @@ class Oracle:
             implementation computes; None for plain transformers.
 
     Attributes:
-        model: transformers' own model. It carries no hook between two runs.
+        model: transformers' own model. Between two runs it carries no hook but a patch's.
 
     Raises:
         KeyError: no recipe or no patch has that name.
@@ -119,6 +119,8 @@ class Oracle:
             path, dtype=torch.float32, attn_implementation="eager"
         ).eval()
         if patch is not None:
+            if patch not in PATCHES:
+                raise KeyError(f"no patch is called {patch!r}; there are {', '.join(PATCHES)}")
             PATCHES[patch](self.model)
         self.heads = int(self.model.config.num_attention_heads)
         self.kv_heads = int(getattr(self.model.config, "num_kv_heads", None) or self.heads)
@@ -475,5 +477,32 @@ def _remove(hooks: list[Any]) -> None:
         hook.remove()
 
 
-PATCHES: dict[str, Callable[[nn.Module], None]] = {}
+def _bloom_exact_gelu(model: Any) -> None:
+    """BLOOM with the exact GELU for its tanh approximation."""
+    for block in model.transformer.h:
+        block.mlp.gelu_impl = nn.GELU()
+
+
+def _falcon_alibi_once(model: Any) -> None:
+    """Falcon's eager attention with the ALiBi term added once, as its sdpa attention does."""
+
+    def hook(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        # The mask holds the term already.
+        return args, kwargs | {"alibi": torch.zeros_like(kwargs["alibi"])}
+
+    for block in model.transformer.h:
+        block.self_attention.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _window_one_longer(model: Any) -> None:
+    """A sliding window that holds one more token."""
+    # The masks are made from the configuration.
+    model.config.sliding_window += 1
+
+
+PATCHES: dict[str, Callable[[Any], None]] = {
+    "bloom_exact_gelu": _bloom_exact_gelu,
+    "falcon_alibi_once": _falcon_alibi_once,
+    "window_one_longer": _window_one_longer,
+}
 """Changes to a loaded model, by name, that reproduce what another implementation computes."""

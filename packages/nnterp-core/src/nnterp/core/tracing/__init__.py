@@ -11,8 +11,11 @@ from ._hosts import Attention as Attention
 from ._hosts import Layer as Layer
 from ._hosts import Mlp as Mlp
 from ._hosts import Named as Named
+from ._hosts import OnBlock as OnBlock
 from ._hosts import Sublayer as Sublayer
+from ._hosts import bound as bound
 from ._hosts import container_envoys as container_envoys
+from ._hosts import renames as renames
 from ._lenses import KEEP as KEEP
 from ._lenses import Argument as Argument
 from ._lenses import Batched as Batched
@@ -25,10 +28,12 @@ from ._lenses import InPlace as InPlace
 from ._lenses import Item as Item
 from ._lenses import Lens as Lens
 from ._lenses import Scaled as Scaled
+from ._lenses import Summed as Summed
 from ._prompts import encode as encode
 from ._prompts import is_chat as is_chat
 from ._standardized import Standardized as Standardized
 from ._standardized import checked_path as checked_path
+from ._standardized import has_tokenizer as has_tokenizer
 from ._standardized import model_type_of as model_type_of
 from ._values import Block as Block
 from ._values import OutOfOrder as OutOfOrder

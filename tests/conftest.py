@@ -1,0 +1,90 @@
+"""What the test folders share: checkpoints, the oracle, and models that are closed again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Nothing that is run here needs a network, and nothing should wait for one.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("DO_NOT_TRACK", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+# A test that opens a vLLM engine in its own process says so by this.
+IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
+
+
+@contextmanager
+def opened(engine: str, path: str | Path, **options: Any) -> Iterator[Any]:
+    """A model of ``path`` on ``engine``, closed on the way out; vLLM runs in this process."""
+    if engine == "hf":
+        from nnterp.hf import StandardizedTransformer
+
+        yield StandardizedTransformer(str(path), **options)
+        return
+    before = os.environ.get(IN_PROCESS)
+    os.environ[IN_PROCESS] = "0"
+    try:
+        from nnterp.vllm import StandardizedVLLM
+
+        defaults = {"dtype": "float32", "max_model_len": 128}
+        with StandardizedVLLM(str(path), **{**defaults, **options}) as model:
+            yield model
+    finally:
+        os.environ.pop(IN_PROCESS)
+        if before is not None:
+            os.environ[IN_PROCESS] = before
+
+
+@pytest.fixture(scope="session")
+def open_model() -> Callable[..., AbstractContextManager[Any]]:
+    """``with open_model("vllm", path, **options) as model:``"""
+    return opened
+
+
+@pytest.fixture(scope="session")
+def checkpoint() -> Callable[..., str]:
+    """The folder of a small checkpoint, by its recipe's name."""
+    from nnterp.core.testing import build
+
+    return lambda name, **options: str(build(name, **options))
+
+
+@pytest.fixture(scope="session")
+def reference() -> Callable[..., Any]:
+    """``reference("llama")`` is the oracle: plain transformers, without any code of ours."""
+    from nnterp.core.testing import Oracle, build
+
+    return cache(lambda name: Oracle(build(name), name))
+
+
+@pytest.fixture(scope="module")
+def only(checkpoint: Callable[..., str]) -> Iterator[Callable[..., Any]]:
+    """``only("vllm", "llama")`` is that model, and the one model alive: the last is closed.
+
+    Tests that ask for the same one after another share it.
+    """
+    held: dict[str, Any] = {}
+
+    def ask(engine: str, name: str, **options: Any) -> Any:
+        key = (engine, name, options)
+        if held.get("key") != key:
+            close()
+            context = opened(engine, checkpoint(name), **options)
+            held["model"], held["context"], held["key"] = context.__enter__(), context, key
+        return held["model"]
+
+    def close() -> None:
+        if held:
+            held["context"].__exit__(None, None, None)
+            held.clear()
+
+    yield ask
+    close()
