@@ -16,22 +16,22 @@ import time
 import warnings
 from operator import attrgetter
 
-# Before the engines are imported, and in vLLM's processes too, which import this file: what
-# they have to say about themselves stays off the screen.
-os.environ |= {
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",
-    "TRANSFORMERS_VERBOSITY": "error",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-}
-logging.getLogger("vllm").setLevel(logging.ERROR)
-warnings.filterwarnings("ignore", category=FutureWarning)
+# What the engines say about themselves stays off the screen. vLLM's processes import this file
+# too, so it is said here and not in main().
+os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
 
 import torch
 
 from nnterp.core import load
 from nnterp.core.testing import row_error, smollm2
 
+logging.getLogger("vllm").setLevel(logging.ERROR)
+warnings.filterwarnings("ignore", category=FutureWarning)
+
+START = time.perf_counter()
 BOUND = 1e-4
 
 PROMPTS = [
@@ -43,15 +43,28 @@ PROMPTS = [
 ]
 
 # The order in which a forward pass makes the values. A block reads them in it.
-FORWARD = """
-    input_ids attention_mask input_size token_embeddings
-    layer_input
-    attention_queries attention_keys attention_values attention_scores attention_probabilities
-    attention_head_outputs attention_output
-    layer_mid mlp_neurons mlp_output
-    layer_output
-    final_norm_output lm_head_output logits next_token_probs
-""".split()
+FORWARD = [
+    "input_ids",
+    "attention_mask",
+    "input_size",
+    "token_embeddings",
+    "layer_input",
+    "attention_queries",
+    "attention_keys",
+    "attention_values",
+    "attention_scores",
+    "attention_probabilities",
+    "attention_head_outputs",
+    "attention_output",
+    "layer_mid",
+    "mlp_neurons",
+    "mlp_output",
+    "layer_output",
+    "final_norm_output",
+    "lm_head_output",
+    "logits",
+    "next_token_probs",
+]
 
 
 def place(key):
@@ -112,6 +125,9 @@ def compare(left, right):
             a, b = torch.as_tensor(found[key]), torch.as_tensor(other[key])
             if key == "logits":  # vLLM computes those of the last position alone
                 a, b = a[:, -1], b[:, -1]
+            if key.endswith("attention_scores"):
+                # One score may cancel to almost nothing; a head's together give the scale.
+                a, b = a.flatten(2), b.flatten(2)
             differences[key] = max(differences.get(key, 0.0), row_error(b, a))
     return differences
 
@@ -122,21 +138,25 @@ def kind(key):
 
 
 def print_values(differences, left, right):
+    notes = {
+        "logits": "*   the last position, logits[:, -1], is compared: vLLM computes no other",
+        "self_attn.attention_scores": "**  all rows of a head are one here: a score may cancel to ~0",
+    }
     print("\nEvery value that both serve: its shape for prompt 3, and the largest difference of a")
     print("row relative to that row, over all blocks and prompts.\n")
-    print(f"{'value':<34}{'transformers':<17}{'vLLM':<17}{'difference':<13}in block")
+    print(f"{'value':<35}{'transformers':<17}{'vLLM':<17}{'difference':<12}in block")
     for name in dict.fromkeys(map(kind, differences)):
-        keys = [key for key in differences if kind(key) == name]
-        worst = max(keys, key=differences.get)
+        worst = max((key for key in differences if kind(key) == name), key=differences.get)
+        shapes = [shape(result[-1]["values"][worst]) for result in (left, right)]
         error = f"{differences[worst]:.1e}" if differences[worst] else "none"
-        shapes = [
-            str(list(getattr(result["values"][worst], "shape", result["values"][worst])))
-            for result in (left[-1], right[-1])
-        ]
         block = worst.split(".")[1] if worst != name else ""
-        star = "*" if name == "logits" else ""
-        print(f"{name + star:<34}{shapes[0]:<17}{shapes[1]:<17}{error:<13}{block}".rstrip())
-    print("* compared at the last position, logits[:, -1], the only one that vLLM computes")
+        mark = notes[name].split()[0] if name in notes else ""
+        print(f"{name + mark:<35}{shapes[0]:<17}{shapes[1]:<17}{error:<12}{block}".rstrip())
+    print(*notes.values(), sep="\n")
+
+
+def shape(found):
+    return str(list(found.shape if isinstance(found, torch.Tensor) else found))
 
 
 def print_side_by_side(left, right, title=""):
@@ -206,5 +226,4 @@ def main():
 
 
 if __name__ == "__main__":
-    START = time.perf_counter()
     sys.exit(main())

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
+from ._errors import Unavailable
+
 Config: TypeAlias = Any
 """A transformers config: sizes and multipliers as attributes."""
 
@@ -258,6 +260,15 @@ OPT = Architecture(
     variant=_opt_variant,
 )
 
+def _bloom_variant(config: Config) -> dict[str, Any]:
+    if config.apply_residual_connection_post_layernorm:
+        raise Unavailable(
+            "with apply_residual_connection_post_layernorm the block adds to the normed stream, "
+            "which no standard value describes"
+        )
+    return {}
+
+
 BLOOM = Architecture(
     model_type="bloom",
     embed_tokens="transformer.word_embeddings",
@@ -269,6 +280,7 @@ BLOOM = Architecture(
     down_projection="dense_4h_to_h",
     attention=Attention(slopes=lambda config: alibi_slopes(config.num_attention_heads)),
     intermediate_size=lambda config: 4 * int(config.hidden_size),
+    variant=_bloom_variant,
 )
 
 

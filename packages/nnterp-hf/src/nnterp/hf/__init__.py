@@ -6,4 +6,10 @@ from ._conventions import Attention as Attention
 from ._conventions import Layer as Layer
 from ._conventions import Mlp as Mlp
 from ._conventions import declare as declare
+from ._interior import Call as Call
+from ._interior import Masked as Masked
+from ._interior import head_inputs as head_inputs
+from ._interior import instead_of as instead_of
+from ._interior import operation as operation
+from ._interior import recomputed_scores as recomputed_scores
 from ._model import StandardizedTransformer as StandardizedTransformer

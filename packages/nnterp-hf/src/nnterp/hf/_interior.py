@@ -24,7 +24,7 @@ from nnsight.intervention.source import (
 from torch import Tensor
 
 from nnterp.core import tracing
-from nnterp.core.tracing import Argument, Derived, First, Lens, Site
+from nnterp.core.tracing import Argument, Derived, First, Lens, Site, own, under
 
 # transformers' implementations that take a softcap and apply none.
 NO_SOFTCAP = frozenset({"sdpa"})
@@ -67,16 +67,21 @@ def _operations(function: Any) -> tuple[str, ...]:
         return ()
 
 
-def _refused(host: Any) -> str | None:
-    """Why the call cannot be found, or ``None``."""
-    if host.call.name in _operations(type(host._module).forward):
+def refused(host: Any, name: str) -> str | None:
+    """Why an operation of the host's forward cannot be found, or ``None``."""
+    module = type(host._module)
+    if name in _operations(module.forward):
         return None
     import transformers
 
     return (
-        f"{type(host._module).__name__}.forward makes no call {host.call.name!r} in transformers "
+        f"{module.__name__}.forward has no operation {name!r} in transformers "
         f"{transformers.__version__}, so its inside cannot be reached; read attention_output"
     )
+
+
+def _refused(host: Any) -> str | None:
+    return refused(host, host.call.name)
 
 
 def opened(host: Any) -> None:
@@ -215,9 +220,9 @@ def instead_of(implementation: str) -> str:
 
 
 def _inside(host: Any, operation: str, side: str, lens: Lens, recompute: Any) -> Site | str:
-    refused = _refused(host)
-    if refused:
-        return refused
+    reason = _refused(host)
+    if reason:
+        return reason
     implementation = host.root.attn_implementation
     if implementation != "eager":
         return Site(
@@ -239,3 +244,28 @@ def scores(host: Any) -> Site | str:
 def pattern(host: Any) -> Site | str:
     """``[batch, heads, query, key]``."""
     return _inside(host, host.call.dropout, "output", Lens(), _call_pattern)
+
+
+def operation(location: str, lens: Lens) -> Callable[[Any], Site | str]:
+    """A value at an operation of the attention's own forward: ``"F_softmax_0.input"``."""
+    name, side = location.rsplit(".", 1)
+
+    def resolve(host: Any) -> Site | str:
+        return refused(host, name) or Site(own(f"source.{name}.{side}"), lens, prepare=opened)
+
+    return resolve
+
+
+class _Merged(Lens):
+    """Heads one after the other, ``[batch, seq, heads * width]``, apart."""
+
+    def get(self, raw: Tensor, host: Any) -> Tensor:
+        return raw.unflatten(-1, (host.num_heads, -1))
+
+    def put(self, raw: Tensor, new: Tensor, host: Any) -> Tensor:
+        return new.flatten(-2)
+
+
+def head_inputs(projection: str) -> Site:
+    """The head outputs where they enter the output projection, a module under the attention."""
+    return Site(under(projection, "input"), Argument(0) | _Merged())

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
 import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import nnsight
@@ -32,12 +32,14 @@ from nnterp.core.tracing import (
     Scaled,
     Site,
     Standardized,
+    checked_length,
     checked_path,
     container_envoys,
     has_tokenizer,
     is_chat,
     model_type_of,
     own,
+    running,
     under,
     value,
 )
@@ -64,7 +66,12 @@ class RowBatcher(Batcher):
         self.width = mask.shape[1]
         if detect_fake_mode() is not None:
             # A scan's tensors hold nothing; what the prompts lack is padding.
-            self.pads = [pad for inputs, _ in self.invokes for pad in self._lacking(inputs)]
+            self.pads = [
+                0 if ids is None else self.width - len(ids)
+                for inputs, kwargs in self.invokes
+                for ids in self.envoy.prompts(*inputs)
+                or [None] * self.envoy._batch_size(*inputs, **kwargs)
+            ]
             return args, kwargs
         self.pads = (mask.cumsum(1) == 0).sum(1).tolist()
         if not mask[:, -1].all():
@@ -74,13 +81,13 @@ class RowBatcher(Batcher):
             )
         return args, kwargs
 
-    def _lacking(self, inputs: tuple[Any, ...]) -> list[int]:
-        if self.envoy._one_prompt(inputs):
-            return [self.width - len(self.envoy.encode(inputs[0]))]
-        return [0] * self.envoy._batch_size(*inputs)
-
     def widen(self, full: Any, group: Any, edited: Any) -> Any:
-        return full if edited is KEEP else super().widen(full, group, edited)
+        if edited is KEEP:
+            return full
+        called = isinstance(edited, tuple) and len(edited) == 2 and isinstance(edited[1], dict)
+        if called and "attention_mask" in edited[1] and full[1].get("attention_mask") is None:
+            full = full[0], {**full[1], "attention_mask": _ones(full[1])}
+        return super().widen(full, group, edited)
 
 
 class ListingTracer(InterleavingTracer):
@@ -114,11 +121,43 @@ def _embeddings(host: Any) -> Site | str:
 
 
 def _mask(host: Any) -> Site | str:
-    return Site(own("input"), _Keyword("attention_mask"))
+    return Site(own("input"), _Mask("attention_mask"))
 
 
-class _Keyword(Argument):
-    """A keyword argument that the model is always called with by a trace."""
+def _ones(kwargs: dict[str, Any]) -> Tensor:
+    """The mask that a generation without padding leaves out."""
+    ids, cache = kwargs["input_ids"], kwargs.get("past_key_values")
+    past = 0 if cache is None else int(cache.get_seq_length())
+    return ids.new_ones(ids.shape[0], past + ids.shape[1])
+
+
+class _Mask(Argument):
+    """The keyword argument ``attention_mask``, all ones where the model is called without."""
+
+    def get(self, raw: Any, host: Any) -> Any:
+        mask = raw[1].get("attention_mask")
+        return _ones(raw[1]) if mask is None else mask
+
+    def put(self, raw: Any, new: Any, host: Any) -> Any:
+        return raw[0], {**raw[1], "attention_mask": new}
+
+
+def _own_size(raw: Any, host: Any) -> tuple[int, int]:
+    ids = raw[1]["input_ids"]
+    rows = host.own_rows(running(), layouts.TOKENS, ids)
+    return tuple((ids if rows is None else ids[rows]).shape)
+
+
+def _several(prompt: Any) -> bool:
+    """Whether it is written as a list of prompts, be it of one."""
+    if isinstance(prompt, Tensor):
+        return prompt.dim() > 1
+    return (
+        isinstance(prompt, (list, tuple))
+        and len(prompt) > 0
+        and not is_chat(prompt)
+        and isinstance(prompt[0], (str, list, tuple, Tensor))
+    )
 
 
 class StandardizedTransformer(Standardized, TransformersModel, StandardModel):
@@ -233,7 +272,7 @@ class StandardizedTransformer(Standardized, TransformersModel, StandardModel):
     input_size: Any = value(
         Site(
             own("input"),
-            Derived(lambda raw, host: tuple(raw[1]["input_ids"].shape), "write input_ids"),
+            Derived(_own_size, "write input_ids"),
         )
     )
     token_embeddings: layouts.Residual = value(_embeddings)
@@ -293,33 +332,45 @@ class StandardizedTransformer(Standardized, TransformersModel, StandardModel):
         limit = None if facts is None else facts.learned_positions
         return None if limit is None else limit(self.text_config)
 
+    def prompts(self, *inputs: Any) -> list[list[int]] | None:
+        """The token ids of an invoke's prompts; ``None`` for what nnsight reads its own way.
+
+        Raises:
+            ValueError, TypeError: as :meth:`encode`, for each of them.
+        """
+        if len(inputs) != 1:
+            return None
+        prompt = inputs[0]
+        if isinstance(prompt, Mapping):
+            beyond = prompt.keys() - {"input_ids", "attention_mask"}
+            if "inputs_embeds" in prompt or ("input_ids" in prompt and beyond):
+                return None
+            ids = prompt.get("input_ids", ())
+            rows = ids if _several(ids) else ()
+            # Several rows keep the padding they came with.
+            return None if len(rows) > 1 else [self.encode(prompt)]
+        several = prompt if _several(prompt) else [prompt]
+        return [self.encode(one) for one in several] or [self.encode([])]
+
     def _batch_size(self, *inputs: Any, **kwargs: Any) -> int:
-        if inputs and isinstance(inputs[0], (str, list, tuple)) and not len(inputs[0]):
-            self.encode(inputs[0])
+        if len(inputs) == 1 and not isinstance(inputs[0], Mapping):
+            return max(1, len(inputs[0])) if _several(inputs[0]) else 1
         return int(super()._batch_size(*inputs, **kwargs))
 
     def _batch(self, invokes: list[tuple[Any, Any]], fn: Any) -> tuple[Any, Any]:
         if getattr(fn, "__name__", None) == "pipe":
             piped: tuple[Any, Any] = super()._batch(invokes, fn)
             return piped
-        one_each = [
-            ((self.encode(inputs[0]),), kwargs) if self._one_prompt(inputs) else (inputs, kwargs)
-            for inputs, kwargs in invokes
-        ]
+        encoded = [(self.prompts(*inputs), inputs, kwargs) for inputs, kwargs in invokes]
         with self._padded():
-            assembled: tuple[Any, Any] = super()._batch(one_each, fn)
+            assembled: tuple[Any, Any] = super()._batch(
+                [
+                    (inputs if ids is None else (ids if len(ids) > 1 else ids[0],), kwargs)
+                    for ids, inputs, kwargs in encoded
+                ],
+                fn,
+            )
         return assembled
-
-    @staticmethod
-    def _one_prompt(inputs: tuple[Any, ...]) -> bool:
-        if len(inputs) != 1:
-            return False
-        prompt = inputs[0]
-        if isinstance(prompt, str) or is_chat(prompt):
-            return True
-        if isinstance(prompt, Tensor):
-            return not prompt.is_floating_point() and (prompt.dim() == 1 or len(prompt) == 1)
-        return isinstance(prompt, (list, tuple)) and all(isinstance(i, int) for i in prompt)
 
     def trace(self, *inputs: Any, **kwargs: Any) -> Any:
         """nnsight's trace: one forward, with what it reads and writes in the block."""
@@ -340,12 +391,23 @@ class StandardizedTransformer(Standardized, TransformersModel, StandardModel):
 
         Each token is the argmax of the raw logits; of ``generation_config`` only the end
         tokens are used. The first of ``tracer.iter`` is the prompt's step.
+
+        Raises:
+            ValueError: no token is asked for, or more than there are learned positions.
         """
-        return self.trace(*prompt, fn=self._greedy, max_new_tokens=max_new_tokens, **kwargs)
+        length = checked_length(max_new_tokens)
+        return self.trace(*prompt, fn=self._greedy, max_new_tokens=length, **kwargs)
 
     def _greedy(self, *inputs: Any, **kwargs: Any) -> Any:
         from transformers import GenerationConfig
 
+        limit, prompt = self.max_prompt_length, kwargs["input_ids"].shape[1]
+        # The last token is made and not read.
+        if limit is not None and prompt + kwargs["max_new_tokens"] - 1 > limit:
+            raise ValueError(
+                f"{prompt} tokens and {kwargs['max_new_tokens']} new ones do not fit: "
+                f"{self.model_name} has at most {limit} positions"
+            )
         model = self._module
         kept = model.generation_config
         ends = self.end_tokens

@@ -15,6 +15,8 @@ from ._conventions import Attention as Attention
 from ._conventions import BackendAttention as BackendAttention
 from ._conventions import BackendLayer as BackendLayer
 from ._conventions import BackendMlp as BackendMlp
+from ._conventions import BiasedAttention as BiasedAttention
+from ._conventions import BiasedMlp as BiasedMlp
 from ._conventions import FusedLayer as FusedLayer
 from ._conventions import Mlp as Mlp
 from ._conventions import PlainLayer as PlainLayer

@@ -30,6 +30,7 @@ from nnterp.core.tracing import (
     Lens,
     Scaled,
     Site,
+    Summed,
     beside,
     bound,
     own,
@@ -180,6 +181,32 @@ class Mlp(tracing.Mlp, StandardMlp):
     mlp_neurons: layouts.Neurons = value(
         Site(under(lambda host: host.facts.down_projection, "input"), Argument(0) | Batched())
     )
+
+
+def _biased(adds: Callable[[Any], str]) -> Callable[[Any], Site | str]:
+    """A contribution given as ``(output, bias)``, which the block adds up.
+
+    In a parallel block the ranks' outputs are summed after both, so each is a part.
+    """
+
+    def resolve(host: Any) -> Site | str:
+        if host.root.tensor_parallel_size > 1 and host.facts.block == "parallel":
+            return _SHARDED
+        return Site(beside(adds, "output"), Summed() | Batched())
+
+    return resolve
+
+
+class BiasedAttention(Attention):
+    """An attention that gives its output and its bias apart."""
+
+    attention_output: layouts.Residual = value(_biased(lambda host: host.facts.attention_adds))
+
+
+class BiasedMlp(Mlp):
+    """A feed-forward that gives its output and its bias apart."""
+
+    mlp_output: layouts.Residual = value(_biased(lambda host: host.facts.mlp_adds))
 
 
 class MlpOnBlock(tracing.OnBlock, Mlp):

@@ -28,6 +28,7 @@ from nnterp.core.tracing import (
     Lens,
     Site,
     Standardized,
+    checked_length,
     checked_path,
     container_envoys,
     has_tokenizer,
@@ -230,11 +231,14 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
         from vllm.v1.engine.core_client import InprocClient
 
         core = entrypoint.llm_engine.engine_core
-        core.shutdown()
-        if isinstance(core, InprocClient):
-            from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+        if not isinstance(core, InprocClient):
+            # By default vLLM kills what has not ended in 5 s, which leaves shared memory behind.
+            core.shutdown(timeout=60.0)
+            return
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-            cleanup_dist_env_and_memory()
+        core.shutdown()
+        cleanup_dist_env_and_memory()
 
     def __enter__(self) -> StandardizedVLLM:
         return self
@@ -353,8 +357,11 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
 
         Each token is the argmax of the raw logits; of the checkpoint's generation config only
         the end tokens are used. The first of ``tracer.iter`` is the prompt's step.
+
+        Raises:
+            ValueError: no token is asked for.
         """
-        return self._greedy(prompt, {"max_tokens": max_new_tokens, **kwargs})
+        return self._greedy(prompt, {"max_tokens": checked_length(max_new_tokens), **kwargs})
 
     def _greedy(self, prompt: tuple[Any, ...], settings: dict[str, Any]) -> Any:
         settings = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -202,18 +203,30 @@ class Bench:
 
     def prefill(self, prompt: str) -> Read:
         """Every served value of a prompt, read in one trace."""
+        ids = PROMPTS[prompt]
         found: Read = self._once(
-            ("prefill", prompt), lambda: read(self.model, PROMPTS[prompt], self.keys())
+            ("prefill", prompt), lambda: read(self.model, ids, self.keys())
         )
         return found
 
     def decode(self, prompt: str) -> list[Read]:
         """Every served value of a prompt and of its decode steps, read in one trace."""
-        keys = [self.keys(), *[self.keys("decode")] * STEPS]
-        found: list[Read] = self._once(
-            ("decode", prompt), lambda: read_steps(self.model, PROMPTS[prompt], keys)
-        )
+        found: list[Read] = self._once(("decode", prompt), lambda: self._decoded(PROMPTS[prompt]))
         return found
+
+    def _decoded(self, prompt: Sequence[int]) -> list[dict[str, Any]]:
+        keys = [self.keys(), *[self.keys("decode")] * STEPS]
+        try:
+            return read_steps(self.model, prompt, keys)
+        except Exception:
+            # As above: what cannot be read is left out, the rest is tested.
+            found: list[dict[str, Any]] = [{} for _ in keys]
+            for key in self.keys():
+                with contextlib.suppress(Exception):
+                    alone = [[key] if key in served else [] for served in keys]
+                    for step, values in enumerate(read_steps(self.model, prompt, alone)):
+                        found[step] |= values
+            return found
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
         if key not in self._read:

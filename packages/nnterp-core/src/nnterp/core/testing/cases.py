@@ -111,7 +111,7 @@ def assigned(value: Tensor, change: Change) -> Tensor:
         return new
     if change.term.layout.kind == "int":
         return (value + 7) % 256 + 3
-    return value * 0.5 + 0.2 * _wave(value, value.numel(), 0.1).reshape(value.shape)
+    return value * 0.5 + 0.2 * _wave(value, value.shape[-1], 0.1)
 
 
 def write_in_place(value: Tensor, change: Change) -> None:

@@ -95,6 +95,9 @@ def test_read(bench: Bench, name: str) -> None:
         for prompt in (SHORT, LONG):
             for step, found in enumerate(bench.decode(prompt)):
                 what = f"of {prompt}, step {step} of a generation"
+                if key not in found:
+                    _read_on_step(bench.model, PROMPTS[prompt], key, step)
+                    raise AssertionError(f"{key} can be read by itself, but not with the others")
                 bench.check(found[key], bench.expected(key, prompt, step), key, what)
 
 

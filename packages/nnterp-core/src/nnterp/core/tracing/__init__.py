@@ -32,6 +32,7 @@ from ._lenses import Summed as Summed
 from ._prompts import encode as encode
 from ._prompts import is_chat as is_chat
 from ._standardized import Standardized as Standardized
+from ._standardized import checked_length as checked_length
 from ._standardized import checked_path as checked_path
 from ._standardized import has_tokenizer as has_tokenizer
 from ._standardized import model_type_of as model_type_of

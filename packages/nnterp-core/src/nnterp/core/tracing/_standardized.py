@@ -57,6 +57,17 @@ def model_type_of(config: Any) -> str:
     return model_type
 
 
+def checked_length(max_new_tokens: int) -> int:
+    """``max_new_tokens`` itself.
+
+    Raises:
+        ValueError: it is less than one.
+    """
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}; a generation is of one at least")
+    return max_new_tokens
+
+
 class Standardized(Named):
     """A model whose modules and values answer to the standard names.
 
@@ -246,11 +257,18 @@ class Standardized(Named):
         """The token ids of a prompt, as every trace of this model takes it.
 
         Raises:
-            ValueError: it is empty, too long, holds several prompts, or is text and there is
-                no tokenizer.
+            ValueError: it is empty, too long, holds several prompts or an id that is not in the
+                vocabulary, or is text and there is no tokenizer.
             TypeError: it is no prompt.
         """
         ids = encode(prompt, self.tokenizer)
+        vocabulary = self.text_config.vocab_size
+        for token in ids:
+            if not 0 <= token < vocabulary:
+                raise ValueError(
+                    f"token id {token} is not in the vocabulary of {self.model_name}, which has "
+                    f"{vocabulary} tokens"
+                )
         limit = self.max_prompt_length
         if limit is not None and len(ids) > limit:
             raise ValueError(
@@ -299,6 +317,8 @@ class Standardized(Named):
         for layer in wanted:
             if not -count <= layer < count:
                 raise IndexError(f"layer {layer} is out of range: the model has {count} layers")
+        if not wanted:
+            raise ValueError("no layer is named")
         found = [layer % count for layer in wanted]
         if len(set(found)) != len(found):
             raise ValueError(f"the layers {wanted} name one layer twice")
@@ -345,7 +365,8 @@ class Standardized(Named):
             positions: an index, slice or list of positions; all of them by default.
 
         Raises:
-            IndexError: there is no such layer. ValueError: a layer is named twice.
+            IndexError: there is no such layer.
+            ValueError: no layer is named, or one twice.
             WrongShape: the vector is not as wide as the stream.
         """
         indices = self._indices(layers)

@@ -222,7 +222,10 @@ class Value(eproperty):
         assert name is not None
         if name not in sites:
             resolve = self.resolve
-            sites[name] = resolve if isinstance(resolve, (Site, str)) else resolve(host)
+            try:
+                sites[name] = resolve if isinstance(resolve, (Site, str)) else resolve(host)
+            except Unavailable as reason:
+                sites[name] = str(reason)
         return sites[name]
 
     def reason(self, host: Any, step: Step = "prefill") -> str | None:
@@ -297,11 +300,19 @@ class Value(eproperty):
         if mediator is None:
             raise OutsideTrace(
                 f"{self.label(host)} exists while the model runs: read it in a "
-                f"`with model.trace(...)`, `model.prefill(...)` or `model.decode(...)` block"
+                f"`with model.trace(prompt)`, `model.prefill(prompt)` or "
+                f"`model.decode(prompt, ...)` block, or in one of its `tracer.invoke(prompt)`"
             )
         block = Block.of(mediator)
         block.check_late_edits()
         location = site.at(host)
+        if site.prepare is not None:
+            site.prepare(host)
+            # A place that is served from now on was passed, uncounted, by every step before.
+            counts = mediator.interleaver.counts
+            passed = mediator.occurrence(f"{host.path}.output") - mediator.occurrence(location)
+            if passed > 0:
+                counts[location] = counts.get(location, 0) + passed
         occurrence = mediator.wanted(location)
         seen = mediator.occurrence(location)
         if mediator.iteration is not None:
@@ -321,8 +332,6 @@ class Value(eproperty):
             )
         if occurrence > 0 and site.decode is not None:
             raise self._unavailable(host, site.decode)
-        if site.prepare is not None:
-            site.prepare(host)
         block.last = label
         return site, mediator, block, (location, occurrence)
 
