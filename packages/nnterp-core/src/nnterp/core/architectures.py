@@ -26,11 +26,13 @@ def num_kv_heads(config: Config) -> int:
 
 def head_dim(config: Config) -> int:
     """The width of a head; the hidden size shared out where the config names none."""
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    return int(
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
 
 
 def _inverse_root_head_dim(config: Config, layer: int) -> float:
-    return float(head_dim(config)) ** -0.5
+    return 1.0 / math.sqrt(head_dim(config))
 
 
 def _no_window(config: Config, layer: int) -> int | None:
@@ -189,7 +191,7 @@ GEMMA2 = replace(
     mlp_adds="post_feedforward_layernorm",
     mid_enters="pre_feedforward_layernorm",
     attention=Attention(
-        scale=lambda config, layer: float(config.query_pre_attn_scalar) ** -0.5,
+        scale=lambda config, layer: 1.0 / math.sqrt(config.query_pre_attn_scalar),
         window=_window,
         softcap=lambda config: config.attn_logit_softcapping,
     ),
@@ -259,6 +261,7 @@ OPT = Architecture(
     learned_positions=lambda config: int(config.max_position_embeddings),
     variant=_opt_variant,
 )
+
 
 def _bloom_variant(config: Config) -> dict[str, Any]:
     if config.apply_residual_connection_post_layernorm:

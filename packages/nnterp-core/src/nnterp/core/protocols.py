@@ -57,6 +57,7 @@ class StandardLayer(Protocol):
     self_attn: StandardAttention
     mlp: StandardMlp
 
+
 class StandardModel(Protocol):
     """A causal language model whose internals answer to the standard names."""
 
@@ -75,10 +76,12 @@ class StandardModel(Protocol):
 
     layers: Sequence[StandardLayer]
     tokenizer: Any
+
     @property
     def config(self) -> Any: ...
 
     family: Any
+
     @property
     def num_layers(self) -> int: ...
 

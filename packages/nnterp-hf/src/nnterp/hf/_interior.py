@@ -154,6 +154,10 @@ class Masked(Lens):
     def get(self, raw: Tensor, host: Any) -> Tensor:
         return raw.masked_fill(raw <= torch.finfo(raw.dtype).min / 2, float("-inf"))
 
+    def put(self, raw: Tensor, new: Tensor, host: Any) -> Tensor:
+        # A row of padding sees nothing, and has no softmax when all of it is -inf.
+        return new.clamp_min(torch.finfo(raw.dtype).min)
+
 
 def _call_scores(raw: Any, host: Any) -> Tensor:
     """The call's scores, from its queries and keys."""
@@ -225,9 +229,7 @@ def _inside(host: Any, operation: str, side: str, lens: Lens, recompute: Any) ->
         return reason
     implementation = host.root.attn_implementation
     if implementation != "eager":
-        return Site(
-            _at("input"), Derived(recompute, instead_of(implementation)), prepare=opened
-        )
+        return Site(_at("input"), Derived(recompute, instead_of(implementation)), prepare=opened)
     function = host.call.function(host)
     if function is None or operation not in _operations(function):
         return (

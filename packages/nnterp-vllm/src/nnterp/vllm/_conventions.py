@@ -80,9 +80,7 @@ class FusedLayer(tracing.Layer, StandardLayer):
 class PlainLayer(tracing.Layer, StandardLayer):
     """A block called with the whole stream and returning it, alone or first of a pair."""
 
-    layer_input: layouts.Residual = value(
-        Site(own("input"), Argument("hidden_states") | Batched())
-    )
+    layer_input: layouts.Residual = value(Site(own("input"), Argument("hidden_states") | Batched()))
     layer_mid: layouts.Residual = value(_between(Argument(0) | Batched() | InPlace()))
     layer_output: layouts.Residual = value(Site(own("output"), First() | Batched()))
 
@@ -128,7 +126,8 @@ def _scores(raw: Any, host: Any) -> Tensor:
         _KEYS.get(raw, host),
         scale=_scale(host),
         softcap=facts.softcap(config),
-        window=facts.window(config, host.index),
+        # The layer's own: vLLM gives Cohere-2 one position more than its config says.
+        window=_kernel(host).sliding_window,
         slopes=facts.slopes(config),
     )
 

@@ -191,9 +191,7 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
             yield
             return
         with contextlib.ExitStack() as stack:
-            stack.enter_context(
-                mock.patch("torch.cuda.get_device_capability", return_value=(8, 0))
-            )
+            stack.enter_context(mock.patch("torch.cuda.get_device_capability", return_value=(8, 0)))
             stack.enter_context(mock.patch("torch.accelerator.empty_cache", lambda *a, **k: None))
             yield
 
@@ -294,7 +292,9 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
     @property
     def batched(self) -> Lens:
         """How the stream of a step is seen: vLLM's Transformers backend batches it already."""
-        backend = type(self._module).__module__.startswith("vllm.model_executor.models.transformers")
+        backend = type(self._module).__module__.startswith(
+            "vllm.model_executor.models.transformers"
+        )
         return Lens() if backend else Batched()
 
     @property

@@ -73,9 +73,7 @@ class StandardRunner(NNsightGPUModelRunner):
         description = unpacked(extra[CONFIG_KEY])
         model = StandardizedVLLM(
             self.get_model(),
-            interleaver=VLLMInterleaver(
-                extra.get("nnsight_taps", ()), fragments=VLLMFragments()
-            ),
+            interleaver=VLLMInterleaver(extra.get("nnsight_taps", ()), fragments=VLLMFragments()),
             **description,
         )
         model.tokenizer = cached_tokenizer_from_config(self.model_config)

@@ -143,8 +143,7 @@ class Bench:
         }
         for i in range(self.layers):
             found |= {
-                f"layers.{i}.{key}": reason
-                for key, reason in model.support(i, step=step).items()
+                f"layers.{i}.{key}": reason for key, reason in model.support(i, step=step).items()
             }
         return found
 
@@ -204,9 +203,7 @@ class Bench:
     def prefill(self, prompt: str) -> Read:
         """Every served value of a prompt, read in one trace."""
         ids = PROMPTS[prompt]
-        found: Read = self._once(
-            ("prefill", prompt), lambda: read(self.model, ids, self.keys())
-        )
+        found: Read = self._once(("prefill", prompt), lambda: read(self.model, ids, self.keys()))
         return found
 
     def decode(self, prompt: str) -> list[Read]:
@@ -302,7 +299,8 @@ def aligned(actual: Tensor, expected: Tensor, name: str) -> Tensor:
         return expected
     if name in LAST_ALONE and actual.shape[1] == 1:
         return expected[:, -1:]
-    axis = VOCABULARY[name].layout.axis("key")
+    layout = VOCABULARY[name].layout
+    axis = layout.axis("key") if len(layout.axes) == actual.dim() else None
     if axis is not None and actual.shape[axis] < expected.shape[axis] > expected.shape[axis - 1]:
         count = actual.shape[axis]
         gone = expected[..., :-count]

@@ -228,9 +228,17 @@ def cases(
             # Late in the model only the last position still reaches the last logits.
             at_end = Case(here.name, "write", (Change(key, way, position=4),))
             add(here, at_end)
-        for step in (0, 1):
+        # The mask of a step is of that step alone; the oracle carries it on.
+        for step in (1,) if name == "attention_mask" else (0, 1):
             change = Change(key, "assignment", step=step)
-            add(Case(f"{key}:assignment@{step}", "decode", (change,), steps=STEPS))
+            add(
+                Case(
+                    f"{key}:assignment@{step}",
+                    "decode",
+                    (change,),
+                    steps=1 if name == "attention_mask" else STEPS,
+                )
+            )
 
     stream = f"layers.{middle}.layer_output"
     entering = f"layers.{middle}.layer_input"
@@ -251,7 +259,13 @@ def cases(
         for i in range(middle + 1)
     )
     add(Case("skip_layers", "method", skipped))
-    add(Case("skip_with", "method", (Change(stream, "replaced", source=f"layers.{last}.layer_output"),)))
+    add(
+        Case(
+            "skip_with",
+            "method",
+            (Change(stream, "replaced", source=f"layers.{last}.layer_output"),),
+        )
+    )
     add(Case("steer", "method", (Change(stream, "steered"),)))
     add(Case("steer_positions", "method", (Change(stream, "steered_some"),)))
     several = tuple(Change(f"layers.{i}.layer_output", "steered") for i in range(count))

@@ -177,9 +177,7 @@ def test_everything_in_one_trace(bench: Bench) -> None:
         plain = read(bench.model, PROMPTS[prompt], ["logits"])["logits"]
         assert torch.equal(plain, found["logits"]), f"{prompt}: reading changed the logits"
     plain_steps = read_steps(bench.model, PROMPTS[SHORT], [["logits"]] * (STEPS + 1))
-    for step, (plain_step, found) in enumerate(
-        zip(plain_steps, bench.decode(SHORT), strict=True)
-    ):
+    for step, (plain_step, found) in enumerate(zip(plain_steps, bench.decode(SHORT), strict=True)):
         assert torch.equal(plain_step["logits"], found["logits"]), f"step {step}: logits changed"
 
 
@@ -201,9 +199,7 @@ def test_same_on_every_engine(bench: Bench, peer: Bench) -> None:
         last = own["logits"][:, -1], other["logits"][:, -1]
         assert last[0].shape == last[1].shape
         bench.check(own["logits"][:, -1:], other["logits"][:, -1:], "logits", f"of {prompt}, last")
-    for step, (own, other) in enumerate(
-        zip(bench.decode(SHORT), peer.decode(SHORT), strict=True)
-    ):
+    for step, (own, other) in enumerate(zip(bench.decode(SHORT), peer.decode(SHORT), strict=True)):
         last_own, last_other = own["logits"][:, -1:], other["logits"][:, -1:]
         assert torch.equal(last_own.argmax(-1).cpu(), last_other.argmax(-1).cpu())
         bench.check(last_own, last_other, "logits", f"on step {step}")
@@ -545,7 +541,9 @@ def test_closest_tokens(bench: Bench) -> None:
     with model.prefill(PROMPTS[SHORT]):
         found = nnsight.save(model.get_topk_closest_tokens(model.layers[0].layer_output, k=3))
         probs = model.next_token_probs.save()
-    expected = bench.references.edited["lens:0"].logits[0] if last else bench.expected("logits", SHORT)
+    expected = (
+        bench.references.edited["lens:0"].logits[0] if last else bench.expected("logits", SHORT)
+    )
     assert len(found) == len(PROMPTS[SHORT])
     for row, logits in zip(found, expected[0], strict=True):
         _assert_tokens(bench, row, logits.softmax(-1))
@@ -665,7 +663,9 @@ def test_edit_of_one_of_two(bench: Bench) -> None:
     edited = _edit_first(bench.model, prompts, bench.middle, 0.0)
     assert not torch.equal(kept[0], edited[0])
     assert torch.equal(kept[1], edited[1])
-    bench.check(edited[1], bench.expected("logits", "thirteen"), "logits", "beside an edited prompt")
+    bench.check(
+        edited[1], bench.expected("logits", "thirteen"), "logits", "beside an edited prompt"
+    )
 
 
 def test_saved_in_several_invokes(bench: Bench) -> None:

@@ -43,10 +43,9 @@ class Fault:
     def concerns(self, subject: Subject) -> bool:
         """Whether the subject has it."""
         adapter = subject.adapter
-        return (
-            (self.checkpoint, self.engine) == (subject.recipe.name, adapter.label)
-            and Version(adapter.version) in SpecifierSet(self.version)
-        )
+        return (self.checkpoint, self.engine) == (subject.recipe.name, adapter.label) and Version(
+            adapter.version
+        ) in SpecifierSet(self.version)
 
 
 def read_faults(path: Path) -> list[Fault]:

@@ -184,8 +184,6 @@ def _subject(item: Any) -> Subject | None:
     return subject if isinstance(subject, Subject) else None
 
 
-
-
 _STASH = pytest.StashKey[Plugin]()
 
 

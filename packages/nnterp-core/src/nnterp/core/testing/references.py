@@ -114,9 +114,7 @@ def _answers(oracle: Oracle, recipe: Recipe) -> dict[str, Any]:
         run = oracle.edited(PROMPTS[case.prompt], edits, case.steps)
         first = min(change.step for change in case.changes)
         # Both engines end a generation after an end token.
-        count = next(
-            (step for step, token in enumerate(run.tokens) if token == EOS), case.steps
-        )
+        count = next((step for step, token in enumerate(run.tokens) if token == EOS), case.steps)
         if count < first:
             return False
         logits = tuple(run.get("logits", step) for step in range(count + 1))

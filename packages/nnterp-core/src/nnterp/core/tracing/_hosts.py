@@ -211,9 +211,7 @@ class Attention(Sublayer):
     attention_values: layouts.Values = unavailable("its family does not say where it is")
     attention_scores: layouts.Pattern = unavailable("its family does not say where it is")
     attention_probabilities: layouts.Pattern = unavailable("its family does not say where it is")
-    attention_head_outputs: layouts.HeadOutputs = unavailable(
-        "its family does not say where it is"
-    )
+    attention_head_outputs: layouts.HeadOutputs = unavailable("its family does not say where it is")
 
     @property
     def num_heads(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -69,7 +69,7 @@ class Field(Lens):
         return type(raw)(**{**raw, self.name: new})
 
 
-@lru_cache(maxsize=None)
+@cache
 def _position(forward: Callable[..., Any], name: str) -> int:
     return list(inspect.signature(forward).parameters).index(name) - 1
 
@@ -110,7 +110,8 @@ class Halves(Lens):
 
     def get(self, raw: Any, host: Any) -> Tensor:
         hidden, residual = self.first.get(raw, host), self.second.get(raw, host)
-        return hidden if residual is None else hidden + residual
+        stream: Tensor = hidden if residual is None else hidden + residual
+        return stream
 
     def put(self, raw: Any, new: Tensor, host: Any) -> Any:
         residual = self.second.get(raw, host)
@@ -138,7 +139,8 @@ class Scaled(Lens):
         self.factor = factor
 
     def get(self, raw: Tensor, host: Any) -> Tensor:
-        return raw * self.factor(host)
+        scaled: Tensor = raw * self.factor(host)
+        return scaled
 
     def put(self, raw: Tensor, new: Tensor, host: Any) -> Tensor:
         factor = self.factor(host)

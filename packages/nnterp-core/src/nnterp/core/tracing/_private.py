@@ -29,7 +29,7 @@ class Private(Tensor):
     does not change what was saved. Operations give plain tensors.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     _served: Tensor | None
     _handed_version: int
@@ -83,7 +83,7 @@ class Private(Tensor):
         return plain(self).numpy(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return plain(self).__reduce_ex__(protocol)
+        return plain(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return clone(plain(self).detach())

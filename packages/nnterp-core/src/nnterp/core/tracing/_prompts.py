@@ -71,13 +71,13 @@ def _flat(ids: Any) -> list[Any]:
         if ids.is_floating_point():
             raise TypeError(f"token ids are integers, not {ids.dtype}")
         ids = ids.tolist()
-    ids = list(ids) if isinstance(ids, (list, tuple)) else [ids]
-    if ids and isinstance(ids[0], (list, tuple)):
-        if len(ids) > 1:
+    flat: list[Any] = list(ids) if isinstance(ids, (list, tuple)) else [ids]
+    if flat and isinstance(flat[0], (list, tuple)):
+        if len(flat) > 1:
             raise ValueError(
-                f"one prompt at a time, not {len(ids)}: use one tracer.invoke(...) for each"
+                f"one prompt at a time, not {len(flat)}: use one tracer.invoke(...) for each"
             )
-        ids = list(ids[0])
-    if any(isinstance(token, bool) or not isinstance(token, int) for token in ids):
+        flat = list(flat[0])
+    if any(isinstance(token, bool) or not isinstance(token, int) for token in flat):
         raise TypeError("token ids are integers; for several prompts use one invoke for each")
-    return ids
+    return flat

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import nnsight
 import torch
 from torch import Tensor
 
@@ -425,9 +426,9 @@ class Standardized(Named):
         """
         count = min(4, self.vocab_size)
         ids = list(range(self.vocab_size - count, self.vocab_size))
+        found: dict[str, float]
         with self.prefill(ids):
-            errors = identity_errors(self).save()
-        found: dict[str, float] = errors
+            found = nnsight.save(identity_errors(self))
         bound = _ROUNDING.get(self.dtype, 1e-1)
         wrong = {key: error for key, error in found.items() if not error <= bound}
         if wrong:

@@ -7,4 +7,6 @@ from transformers.models.arcee.modeling_arcee import ArceeAttention, ArceeDecode
 from nnterp.core.architectures import ARCEE as ARCHITECTURE
 from nnterp.hf import declare
 
-RENAME, ENVOYS = declare(ARCHITECTURE, layer=ArceeDecoderLayer, attention=ArceeAttention, mlp=ArceeMLP)
+RENAME, ENVOYS = declare(
+    ARCHITECTURE, layer=ArceeDecoderLayer, attention=ArceeAttention, mlp=ArceeMLP
+)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from transformers.models.cohere2.modeling_cohere2 import Cohere2Attention, Cohere2DecoderLayer, Cohere2MLP
+from transformers.models.cohere2.modeling_cohere2 import (
+    Cohere2Attention,
+    Cohere2DecoderLayer,
+    Cohere2MLP,
+)
 
 from nnterp.core.architectures import COHERE2 as ARCHITECTURE
 from nnterp.hf import declare
 
-RENAME, ENVOYS = declare(ARCHITECTURE, layer=Cohere2DecoderLayer, attention=Cohere2Attention, mlp=Cohere2MLP)
+RENAME, ENVOYS = declare(
+    ARCHITECTURE, layer=Cohere2DecoderLayer, attention=Cohere2Attention, mlp=Cohere2MLP
+)

@@ -7,4 +7,6 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2Attention, Olmo2Decode
 from nnterp.core.architectures import OLMO2 as ARCHITECTURE
 from nnterp.hf import declare
 
-RENAME, ENVOYS = declare(ARCHITECTURE, layer=Olmo2DecoderLayer, attention=Olmo2Attention, mlp=Olmo2MLP)
+RENAME, ENVOYS = declare(
+    ARCHITECTURE, layer=Olmo2DecoderLayer, attention=Olmo2Attention, mlp=Olmo2MLP
+)

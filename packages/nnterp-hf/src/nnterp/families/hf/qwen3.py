@@ -7,4 +7,6 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3Decode
 from nnterp.core.architectures import QWEN3 as ARCHITECTURE
 from nnterp.hf import declare
 
-RENAME, ENVOYS = declare(ARCHITECTURE, layer=Qwen3DecoderLayer, attention=Qwen3Attention, mlp=Qwen3MLP)
+RENAME, ENVOYS = declare(
+    ARCHITECTURE, layer=Qwen3DecoderLayer, attention=Qwen3Attention, mlp=Qwen3MLP
+)

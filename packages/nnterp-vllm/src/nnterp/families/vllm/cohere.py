@@ -7,4 +7,6 @@ from vllm.model_executor.models.commandr import CohereAttention, CohereDecoderLa
 from nnterp.core.architectures import COHERE as ARCHITECTURE
 from nnterp.vllm import PlainLayer, declare
 
-RENAME, ENVOYS = declare(ARCHITECTURE, PlainLayer, layer=CohereDecoderLayer, attention=CohereAttention, mlp=CohereMLP)
+RENAME, ENVOYS = declare(
+    ARCHITECTURE, PlainLayer, layer=CohereDecoderLayer, attention=CohereAttention, mlp=CohereMLP
+)

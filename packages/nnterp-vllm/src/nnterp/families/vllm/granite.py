@@ -7,4 +7,6 @@ from vllm.model_executor.models.granite import GraniteAttention, GraniteDecoderL
 from nnterp.core.architectures import GRANITE as ARCHITECTURE
 from nnterp.vllm import PlainLayer, declare
 
-RENAME, ENVOYS = declare(ARCHITECTURE, PlainLayer, layer=GraniteDecoderLayer, attention=GraniteAttention, mlp=GraniteMLP)
+RENAME, ENVOYS = declare(
+    ARCHITECTURE, PlainLayer, layer=GraniteDecoderLayer, attention=GraniteAttention, mlp=GraniteMLP
+)

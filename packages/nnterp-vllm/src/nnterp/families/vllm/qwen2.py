@@ -7,4 +7,6 @@ from vllm.model_executor.models.qwen2 import Qwen2Attention, Qwen2DecoderLayer, 
 from nnterp.core.architectures import QWEN2 as ARCHITECTURE
 from nnterp.vllm import FusedLayer, declare
 
-RENAME, ENVOYS = declare(ARCHITECTURE, FusedLayer, layer=Qwen2DecoderLayer, attention=Qwen2Attention, mlp=Qwen2MLP)
+RENAME, ENVOYS = declare(
+    ARCHITECTURE, FusedLayer, layer=Qwen2DecoderLayer, attention=Qwen2Attention, mlp=Qwen2MLP
+)
