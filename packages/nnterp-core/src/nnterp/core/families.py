@@ -27,7 +27,7 @@ class Family(Protocol):
 
 
 def module_name(model_type: str) -> str:
-    """The module a model type's family is in: ``"modernbert-decoder"`` is ``modernbert_decoder``."""
+    """The module of a model type's family: ``modernbert_decoder`` of ``"modernbert-decoder"``."""
     return model_type.replace("-", "_").replace(".", "_")
 
 

@@ -192,7 +192,7 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
             return
         with contextlib.ExitStack() as stack:
             stack.enter_context(mock.patch("torch.cuda.get_device_capability", return_value=(8, 0)))
-            stack.enter_context(mock.patch("torch.accelerator.empty_cache", lambda *a, **k: None))
+            stack.enter_context(mock.patch("torch.accelerator.empty_cache", return_value=None))
             yield
 
     def _load_meta(self, repo_id: str, **kwargs: Any) -> Module:
@@ -201,7 +201,7 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
             return module
         # nnsight sets the padding of whatever tokenizer vLLM gives it; here that is none.
         placeholder = mock.Mock(pad_token="")
-        with mock.patch("vllm.tokenizers.cached_tokenizer_from_config", lambda *_: placeholder):
+        with mock.patch("vllm.tokenizers.cached_tokenizer_from_config", return_value=placeholder):
             module = super()._load_meta(repo_id, **kwargs)
         self.tokenizer = None
         return module

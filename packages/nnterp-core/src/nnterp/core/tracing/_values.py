@@ -32,7 +32,10 @@ Step: TypeAlias = Literal["prefill", "decode"]
 
 
 class OutOfOrder(_errors.OutOfOrder, OutOfOrderError):
-    """``nnterp.core.OutOfOrder`` as it is raised over nnsight: nnsight's own name catches it too."""
+    """``nnterp.core.OutOfOrder`` as raised over nnsight: nnsight's own name catches it too."""
+
+
+_WHOLE = Lens()
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class Site:
     """
 
     at: Callable[[Any], str]
-    lens: Lens = Lens()
+    lens: Lens = _WHOLE
     read_only: str | None = None
     decode: str | None = None
     prepare: Callable[[Any], None] | None = None
