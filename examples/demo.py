@@ -139,8 +139,8 @@ def kind(key):
 
 def print_values(differences, left, right):
     notes = {
-        "logits": "*   the last position, logits[:, -1], is compared: vLLM computes no other",
-        "self_attn.attention_scores": "**  all rows of a head are one here: a score may cancel to ~0",
+        "logits": "*   compared at the last position, logits[:, -1], the only one vLLM computes",
+        "attention_scores": "**  all rows of a head count as one, since one score may cancel to nothing",
     }
     print("\nEvery value that both serve: its shape for prompt 3, and the largest difference of a")
     print("row relative to that row, over all blocks and prompts.\n")
@@ -150,7 +150,7 @@ def print_values(differences, left, right):
         shapes = [shape(result[-1]["values"][worst]) for result in (left, right)]
         error = f"{differences[worst]:.1e}" if differences[worst] else "none"
         block = worst.split(".")[1] if worst != name else ""
-        mark = notes[name].split()[0] if name in notes else ""
+        mark = notes.get(name.split(".")[-1], "").partition(" ")[0]
         print(f"{name + mark:<35}{shapes[0]:<17}{shapes[1]:<17}{error:<12}{block}".rstrip())
     print(*notes.values(), sep="\n")
 

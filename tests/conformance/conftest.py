@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,9 +46,12 @@ class Transformers:
     def load(self, path: Path) -> Any:
         from nnterp.hf import StandardizedTransformer
 
-        return StandardizedTransformer(
-            str(path), attn_implementation=self.attention, dispatch=True
-        )
+        with warnings.catch_warnings():
+            # It is told of a softcap that sdpa leaves out: a known fault here.
+            warnings.filterwarnings("ignore", ".*applies no cap", UserWarning)
+            return StandardizedTransformer(
+                str(path), attn_implementation=self.attention, dispatch=True
+            )
 
     def close(self, model: Any) -> None:
         pass

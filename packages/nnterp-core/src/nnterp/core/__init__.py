@@ -21,6 +21,7 @@ from ._engines import load as load
 from ._errors import MissingBackend as MissingBackend
 from ._errors import OutOfOrder as OutOfOrder
 from ._errors import OutsideTrace as OutsideTrace
+from ._errors import Preempted as Preempted
 from ._errors import Unavailable as Unavailable
 from ._errors import UnsupportedFamily as UnsupportedFamily
 from ._errors import WrongShape as WrongShape

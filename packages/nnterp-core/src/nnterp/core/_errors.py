@@ -30,6 +30,13 @@ class WrongShape(ValueError):
     """A value written with another shape than the one it replaces."""
 
 
+class Preempted(RuntimeError):
+    """An edited request that the engine took out of the batch and computed anew.
+
+    What it computed anew has not the edits, so the request fails rather than go on without.
+    """
+
+
 class UnsupportedFamily(ValueError):
     """A model type that no family describes on this engine."""
 

@@ -62,8 +62,12 @@ def rebuilt(error: dict[str, Any]) -> Exception:
         return RuntimeError(f"{error.get('type_name')}: {message}")
 
 
-def raise_here(error: dict[str, Any], mediator: Any) -> None:
+def raise_here(error: dict[str, Any], filename: str | None) -> None:
     """Raise a block's error in the caller, with the line of the block it came from.
+
+    Args:
+        error: what nnsight captured in the worker.
+        filename: the file that the block was written in.
 
     A ``tracer.stop()`` travels as an error and is none.
     """
@@ -72,7 +76,6 @@ def raise_here(error: dict[str, Any], mediator: Any) -> None:
     exception = rebuilt(error)
     traceback = error.get("traceback", "")
     line = _LINE.search(traceback)
-    filename = mediator.code.co_filename if mediator is not None else None
     if filename is not None:
         traceback = re.sub(r'"<edit-\d+>"', f'"{filename}"', traceback)
     cause = InEngine(f"Traceback in the engine's process (most recent call last):\n{traceback}")

@@ -10,6 +10,8 @@ from unittest import mock
 
 import torch
 import vllm
+from nnsight.modeling.vllm.async_backend import AsyncVLLMBackend
+from nnsight.modeling.vllm.engines.engine import acollect, attach
 from nnsight.modeling.vllm.envoys import parallel_envoys
 from nnsight.modeling.vllm.tracer import VLLMTracer
 from nnsight.modeling.vllm.vllm import VLLM
@@ -41,6 +43,7 @@ from nnterp.core.tracing import (
 )
 
 from . import _faults, _runner, _versions
+from ._travel import travelling
 
 _RUNNER_SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
 
@@ -61,6 +64,23 @@ class SettingsTracer(VLLMTracer):
         return super().invoke(*args, **{**self.settings, **kwargs})
 
 
+class StreamBackend(AsyncVLLMBackend):
+    """The stream of an asynchronous engine's outputs; a block's error keeps its type."""
+
+    filename: str | None = None
+
+    def __call__(self, tracer: Any) -> None:
+        self.filename = tracer.info.code.co_filename
+        super().__call__(tracer)
+
+    async def _attach_saves(self, output: Any) -> None:
+        entry = await acollect(self.model.vllm_entrypoint, self._request_id, output)
+        if entry is not None:
+            attach(output, entry)
+            if entry["error"]:
+                _faults.raise_here(entry["error"], self.filename)
+
+
 class StandardizedVLLM(Standardized, VLLM, StandardModel):
     """A causal language model on the vLLM engine whose modules answer to the standard names.
 
@@ -77,6 +97,8 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
         rename: extra aliases, merged over the family's; a key given here wins.
         envoys: extra ``envoys=`` entries, merged over the family's and nnsight's for vLLM's
             parallel layers; a key given here wins.
+        block_timeout: seconds that a block may run without asking the model for a value; one
+            that runs longer gets ``TimeoutError``, and the engine goes on.
         **kwargs: passed on to nnsight's ``VLLM`` (``dispatch``, ``mode``, ``taps``) and to
             vLLM's engine.
 
@@ -100,6 +122,7 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
         family: Any = None,
         rename: dict[Any, Any] | None = None,
         envoys: dict[Any, Any] | None = None,
+        block_timeout: float = 60.0,
         **kwargs: Any,
     ) -> None:
         self.closed = False
@@ -126,7 +149,12 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
             kwargs["additional_config"] = {
                 **(kwargs.get("additional_config") or {}),
                 _runner.CONFIG_KEY: _runner.packed(
-                    {"family": self.family, "rename": rename, "envoys": envoys}
+                    {
+                        "family": self.family,
+                        "rename": rename,
+                        "envoys": envoys,
+                        "block_timeout": block_timeout,
+                    }
                 ),
             }
         self.__dict__["_WORKER_CLS"] = _runner.worker_path()
@@ -399,6 +427,11 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
             raise RuntimeError("this model's engine was closed")
         return super().interleave(fn, *args, **kwargs)
 
+    def _attach_mediators(self, params: list[Any], **kwargs: Any) -> Any:
+        names = {str(mediator.glbls["__name__"]) for mediator in self.interleaver.mediators}
+        with travelling(names):
+            return super()._attach_mediators(params, **kwargs)
+
     def _call(
         self, prompts: list[Any], params: list[Any], lora_requests: list[Any], **kwargs: Any
     ) -> Any:
@@ -410,6 +443,23 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
         self._collect(mediators, outputs)
         return outputs
 
+    def trace(self, *inputs: Any, **kwargs: Any) -> Any:
+        """nnsight's trace: one request of the engine, with what it reads and writes in the
+        block; sampling settings are keyword arguments."""
+        streams = self._async_engine and not kwargs.get("remote") and not kwargs.get("serve")
+        if streams and kwargs.get("backend") is None:
+            kwargs["backend"] = StreamBackend(self)
+        return super().trace(*inputs, **kwargs)
+
+    def _generate(self, *inputs: Any, **kwargs: Any) -> Any:
+        outputs = super()._generate(*inputs, **kwargs)
+        if not self._async_engine:
+            # Of the blocks installed with edit(); a trace of one's own raises elsewhere.
+            for output in outputs:
+                if error := getattr(output, "nnsight_error", None):
+                    _faults.raise_here(error, None)
+        return outputs
+
     @staticmethod
     def _collect(mediators: list[Any], outputs: list[Any]) -> None:
         errors = [getattr(output, "nnsight_error", None) for output in outputs]
@@ -419,7 +469,8 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
         for i, (output, error) in enumerate(zip(outputs, errors, strict=True)):
             output.nnsight_error = error
             if error:
-                _faults.raise_here(error, mediators[i] if i < len(mediators) else None)
+                filename = mediators[i].code.co_filename if i < len(mediators) else None
+                _faults.raise_here(error, filename)
 
     # -- methods ---------------------------------------------------------------
 

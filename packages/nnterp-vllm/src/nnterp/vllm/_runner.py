@@ -10,8 +10,10 @@ from typing import Any
 
 import cloudpickle
 import torch
+from nnsight.intervention.errors import capture_exception
 from nnsight.intervention.interleaver import Mediator
 from nnsight.modeling.vllm.batching import VLLMBatcher
+from nnsight.modeling.vllm.collect import dumps_compact
 from nnsight.modeling.vllm.fragments import VLLMFragments
 from nnsight.modeling.vllm.interleaver import VLLMInterleaver
 from nnsight.modeling.vllm.model_runners.GPUModelRunner import NNsightGPUModelRunner, Requests
@@ -19,16 +21,22 @@ from nnsight.modeling.vllm.workers.GPUWorker import NNsightGPUWorker
 from nnsight.util import apply
 from vllm.platforms import current_platform
 
+from nnterp.core import Preempted, WrongShape
 from nnterp.core.tracing import KEEP, Block
 
 from . import _faults
+from ._travel import modules_of, travelling
+from ._watchdog import Watched
 
 CONFIG_KEY = "nnterp"
 
 
 def packed(description: dict[str, Any]) -> str:
     """What the caller's constructor was given, as text for vLLM's ``additional_config``."""
-    return base64.b64encode(cloudpickle.dumps(description)).decode()
+    family, envoys = description["family"], description["envoys"]
+    things = [family, *getattr(family, "__dict__", {}).values(), *(envoys or {}).values()]
+    with travelling(modules_of(things)):
+        return base64.b64encode(cloudpickle.dumps(description)).decode()
 
 
 def unpacked(text: str) -> dict[str, Any]:
@@ -38,14 +46,92 @@ def unpacked(text: str) -> dict[str, Any]:
 
 
 class TokenBatcher(VLLMBatcher):
-    """nnsight's batcher of token spans, which leaves unedited values alone."""
+    """nnsight's batcher of token spans, which leaves unedited values alone and refuses what
+    would end the engine for every request."""
+
+    def __init__(self, interleaver: Any) -> None:
+        super().__init__(None)
+        self.interleaver = interleaver
 
     def widen(self, full: Any, group: Any, edited: Any) -> Any:
-        return full if edited is KEEP else super().widen(full, group, edited)
+        if edited is KEEP:
+            return full
+        for mediator in self.interleaver.mediators:
+            if mediator.batch_group is group:
+                Block.of(mediator).wrote = True
+        widened = super().widen(full, group, edited)
+        if (found := _shapes(widened)) != (expected := _shapes(full)):
+            raise WrongShape(
+                f"a write keeps the shape; with this one the step's {expected} would be {found}"
+            )
+        return widened
+
+    def gather_skip(self, running: Any, group: Any, replacement: Any) -> Any:
+        if group is not None and group[1] != self.total:
+            raise ValueError(
+                "a module cannot be skipped while other requests run through it; for a block, "
+                "model.skip_layers(...) replaces this request's rows alone"
+            )
+        return super().gather_skip(running, group, replacement)
+
+
+def _shapes(value: Any) -> list[tuple[int, ...]]:
+    found: list[tuple[int, ...]] = []
+    apply(value, lambda tensor: found.append(tuple(tensor.shape)), torch.Tensor)
+    return found
 
 
 class StandardRequests(Requests):
-    """The blocks in flight; their errors keep their types."""
+    """The blocks in flight, under the watchdog; their errors keep their types."""
+
+    def __init__(self, block_timeout: float) -> None:
+        super().__init__()
+        self.block_timeout = block_timeout
+
+    def add(self, new_requests: list[Any], persistent_objects: dict[Any, Any]) -> None:
+        super().add(new_requests, persistent_objects)
+        for data in new_requests:
+            for mediator in self.requests[data.req_id].workers():
+                if type(mediator) is Mediator:
+                    mediator.__class__ = Watched
+                    mediator.limit = self.block_timeout
+
+    def resume(self, spans: list[tuple[str, int]], resumed: set[str]) -> None:
+        """Go on with requests that the engine took out of the batch and computes anew.
+
+        The step runs over all their tokens so far, of which a block is at the last. One that
+        changed something is ended: what is computed anew has not its edits.
+        """
+        start = 0
+        for request_id, tokens in spans:
+            request = self.requests.get(request_id)
+            if request is not None and request_id in resumed:
+                for mediator in request.workers():
+                    self._resume(mediator, [start + tokens - 1, 1])
+            start += tokens
+
+    @staticmethod
+    def _resume(mediator: Mediator, last: list[int]) -> None:
+        if mediator.worker is None:
+            return
+        if mediator.batch_group is not None:
+            mediator.batch_group = last
+        if not Block.of(mediator).wrote or mediator.exception is not None:
+            return
+        error = Preempted(
+            "the engine ran out of cache and computes this request anew, without the edits its "
+            "block made; run fewer requests at once, or give the engine more cache "
+            "(kv_cache_memory_bytes=, gpu_memory_utilization=)"
+        )
+        if mediator.alive:
+            try:
+                mediator.worker.throw(error)
+            except BaseException as thrown:
+                error = thrown if isinstance(thrown, Preempted) else error
+        mediator.pending = None
+        mediator.exception = error
+        # Kept in the step, so that the request is ended by its next token.
+        mediator.batch_group = last
 
     def record(self, mediator: Mediator) -> None:
         if mediator.exception is None and mediator.worker is not None and not mediator.alive:
@@ -71,6 +157,7 @@ class StandardRunner(NNsightGPUModelRunner):
         super(NNsightGPUModelRunner, self).load_model(*args, **kwargs)
         extra = self.vllm_config.additional_config
         description = unpacked(extra[CONFIG_KEY])
+        block_timeout = description.pop("block_timeout")
         model = StandardizedVLLM(
             self.get_model(),
             interleaver=VLLMInterleaver(extra.get("nnsight_taps", ()), fragments=VLLMFragments()),
@@ -78,14 +165,24 @@ class StandardRunner(NNsightGPUModelRunner):
         )
         model.tokenizer = cached_tokenizer_from_config(self.model_config)
         model.__dict__["_tensor_parallel"] = self.parallel_config.tensor_parallel_size
-        model.interleaver.batcher = TokenBatcher(None)
+        model.interleaver.batcher = TokenBatcher(model.interleaver)
         model.interleaver.defer_exceptions = True
         self.nnsight_model = model
-        self.nnsight_requests = StandardRequests()
+        self.nnsight_requests = StandardRequests(block_timeout)
         self.nnsight_persistent_objects = {
             **model._remoteable_persistent_objects(),
             **{envoy.__dict__["_persistent_id"]: envoy for envoy in (model, *model.modules())},
         }
+
+    def _update_states(self, scheduler_output: Any) -> Any:
+        updated = super()._update_states(scheduler_output)
+        resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
+        if resumed:
+            tokens = scheduler_output.num_scheduled_tokens
+            spans = [(rid, tokens[rid]) for rid in self.input_batch.req_ids if rid in tokens]
+            self.nnsight_requests.resume(spans, set(resumed))
+            self.nnsight_model.interleaver.reindex()
+        return updated
 
     def _finish_erred(self, sampler_output: Any) -> None:
         # A request that ignores the tokenizer's end token ends by one of its own stop tokens.
@@ -106,23 +203,46 @@ class StandardRunner(NNsightGPUModelRunner):
         finished_request_ids: list[str] | None = None,
         outputs: dict[str, Any] | None = None,
     ) -> bytes | None:
-        if finished_request_ids and current_platform.is_cuda_alike():
-            finished = set(finished_request_ids)
-            for request in self.nnsight_requests.requests.values():
-                if request.named(finished) and request.mediator is not None:
-                    self._to_cpu(request.mediator)
+        finished = set(finished_request_ids or ())
+        for request in self.nnsight_requests.requests.values():
+            if finished and request.named(finished):
+                for mediator in request.workers():
+                    self._travel(mediator)
         collected: bytes | None = super().collect_nnsight(
             request_ids, finished_request_ids, outputs
         )
         return collected
 
     @staticmethod
-    def _to_cpu(mediator: Any) -> None:
-        """Move what the block saved off the device: the caller's process may have none."""
-        for name in getattr(mediator, "nnsight_saved", ()):
-            if name in mediator.lcls:
-                moved = apply(mediator.lcls[name], lambda tensor: tensor.cpu(), torch.Tensor)
-                dict.__setitem__(mediator.lcls, name, moved)
+    def _travel(mediator: Any) -> None:
+        """Make what the block saved ready to leave: on the CPU, since the caller's process may
+        have no device, and without what cannot be pickled, which is the block's error."""
+        saved = getattr(mediator, "nnsight_saved", set())
+        for name in sorted(saved & set(mediator.lcls)):
+            value = mediator.lcls[name]
+            if current_platform.is_cuda_alike():
+                value = apply(value, lambda tensor: tensor.cpu(), torch.Tensor)
+                dict.__setitem__(mediator.lcls, name, value)
+            if _plain(value):
+                continue
+            try:
+                dumps_compact(value)
+            except Exception as error:
+                saved.discard(name)
+                unsent = TypeError(f"{name!r} was saved and cannot leave the engine: {error}")
+                mediator.nnsight_error = {
+                    **capture_exception(unsent),
+                    "pickled": _faults.pickled(unsent),
+                }
+
+
+def _plain(value: Any) -> bool:
+    """Whether a value is of tensors and simple containers alone, which always travel."""
+    if isinstance(value, (list, tuple)):
+        return type(value) in (list, tuple) and all(map(_plain, value))
+    if isinstance(value, dict):
+        return type(value) is dict and all(map(_plain, value)) and all(map(_plain, value.values()))
+    return value is None or isinstance(value, (torch.Tensor, str, int, float, bool))
 
 
 class CUDARunner(StandardRunner):

@@ -500,9 +500,17 @@ def _window_one_longer(model: Any) -> None:
     model.config.sliding_window += 1
 
 
+def _no_attention_softcap(model: Any) -> None:
+    """Scores without a softcap, as transformers' sdpa attention computes them."""
+    for module in model.modules():
+        if getattr(module, "attn_logit_softcapping", None) is not None:
+            module.attn_logit_softcapping = None
+
+
 PATCHES: dict[str, Callable[[Any], None]] = {
     "bloom_exact_gelu": _bloom_exact_gelu,
     "falcon_alibi_once": _falcon_alibi_once,
+    "no_attention_softcap": _no_attention_softcap,
     "window_one_longer": _window_one_longer,
 }
 """Changes to a loaded model, by name, that reproduce what another implementation computes."""

@@ -101,6 +101,7 @@ class Block:
         passed: copies of earlier points with the version they had when the block moved on.
         step: the step of the run the block is at.
         last: the value read or written last, for messages.
+        wrote: whether it changed anything the model computes with.
     """
 
     held: list[_Held] = field(default_factory=list)
@@ -109,6 +110,7 @@ class Block:
     passed: list[tuple[weakref.ref[Private], int, str]] = field(default_factory=list)
     step: int = 0
     last: str | None = None
+    wrote: bool = False
 
     @staticmethod
     def of(mediator: Mediator) -> Block:
@@ -156,7 +158,9 @@ class Block:
                 )
             if view.edited:
                 written.add((entry.value.name, label))
-            new = entry.value.put(entry.host, entry.site, raw, plain(view))
+                self.wrote = True
+            # A copy, since the model may write into what it is given.
+            new = entry.value.put(entry.host, entry.site, raw, clone(plain(view)))
             if new is not KEEP:
                 raw = result = new
         return result
@@ -289,6 +293,7 @@ class Value(eproperty):
         raw = self._raw(site, obj, mediator, block, point)
         new = self._checked(obj, value, self._rows(obj, site, raw, mediator))
         swapped = self.put(obj, site, raw, new)
+        block.wrote = True
         block.hand_back()
         mediator.transform = None
         if swapped is not KEEP:
