@@ -25,7 +25,7 @@ os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
 
 import torch
 
-from nnterp.core import load
+from nnterp.core import VOCABULARY, load
 from nnterp.core.testing import row_error, smollm2
 
 logging.getLogger("vllm").setLevel(logging.ERROR)
@@ -42,50 +42,30 @@ PROMPTS = [
     "promised to write to his",
 ]
 
-# The order in which a forward pass makes the values. A block reads them in it.
-FORWARD = [
-    "input_ids",
-    "attention_mask",
-    "input_size",
-    "token_embeddings",
-    "layer_input",
-    "attention_queries",
-    "attention_keys",
-    "attention_values",
-    "attention_scores",
-    "attention_probabilities",
-    "attention_head_outputs",
-    "attention_output",
-    "layer_mid",
-    "mlp_neurons",
-    "mlp_output",
-    "layer_output",
-    "final_norm_output",
-    "lm_head_output",
-    "logits",
-    "next_token_probs",
-]
-
-
-def place(key):
-    """Where the forward pass makes a value: which block, and where in it."""
-    step = FORWARD.index(key.split(".")[-1])
-    if key.startswith("layers."):
-        return int(key.split(".")[1]), step
-    return (-1 if step < FORWARD.index("layer_input") else sys.maxsize), step
-
 
 def served(model):
-    """The key of every value that the model serves, in the order of the forward pass."""
-    keys = [key for key, reason in model.support().items() if not reason and key in FORWARD]
+    """The key of every value that the model serves."""
+    keys = [key for key, reason in model.support().items() if not reason and key in VOCABULARY]
     for i in range(model.num_layers):
         keys += [f"layers.{i}.{key}" for key, reason in model.support(i).items() if not reason]
-    return sorted(keys, key=place)
+    return keys
+
+
+def forward_order(model):
+    """Those keys in the order of the forward pass, in which a block reads: transformers tells."""
+
+    def rank(key):
+        if key in VOCABULARY:
+            return model.rank(key)
+        _, i, rest = key.split(".", 2)
+        return model.rank(rest, layer=int(i))
+
+    return sorted(served(model), key=rank)
 
 
 def value(model, key):
     """``model.layers[3].mlp.mlp_output`` for ``"layers.3.mlp.mlp_output"``."""
-    if not key.startswith("layers."):
+    if key in VOCABULARY:
         return getattr(model, key)
     _, i, rest = key.split(".", 2)
     return attrgetter(rest)(model.layers[int(i)])
@@ -102,9 +82,8 @@ def run(model, prompt, keys, lens_keys):
     return values, lens
 
 
-def study(name, model):
+def study(name, model, keys):
     """What the three prompts give on one engine."""
-    keys = served(model)
     lens_at = [round(i * (model.num_layers - 1) / 4) for i in range(5)]
     lens_keys = [f"layers.{i}.layer_output" for i in lens_at]
     results = []
@@ -121,11 +100,11 @@ def compare(left, right):
     differences = {}
     for found, other in zip(left, right, strict=True):
         found, other = found["values"], other["values"]
-        for key in sorted(found.keys() & other.keys(), key=place):
+        for key in [key for key in found if key in other]:
             a, b = torch.as_tensor(found[key]), torch.as_tensor(other[key])
             if key == "logits":  # vLLM computes those of the last position alone
                 a, b = a[:, -1], b[:, -1]
-            if key.endswith("attention_scores"):
+            elif key.endswith("attention_scores"):
                 # One score may cancel to almost nothing; a head's together give the scale.
                 a, b = a.flatten(2), b.flatten(2)
             differences[key] = max(differences.get(key, 0.0), row_error(b, a))
@@ -140,7 +119,7 @@ def kind(key):
 def print_values(differences, left, right):
     notes = {
         "logits": "*   compared at the last position, logits[:, -1], the only one vLLM computes",
-        "attention_scores": "**  all rows of a head count as one, since one score may cancel to nothing",
+        "attention_scores": "**  a head's rows count as one, since a score may cancel to nothing",
     }
     print("\nEvery value that both serve: its shape for prompt 3, and the largest difference of a")
     print("row relative to that row, over all blocks and prompts.\n")
@@ -182,7 +161,8 @@ def main():
     model = load(
         checkpoint, engine="hf", dispatch=True, dtype=torch.float32, attn_implementation="eager"
     )
-    left, left_support = study("transformers", model), model.support()
+    order = forward_order(model)
+    left, left_support = study("transformers", model, order), model.support()
 
     say("vLLM: starting the engine on the CPU, in processes of its own, in float32")
     model = load(
@@ -193,7 +173,9 @@ def main():
         max_model_len=256,
         use_tqdm_on_load=False,
     )
-    right, right_support = study("vLLM", model), model.support()
+    both = set(order) & set(served(model))
+    right = study("vLLM", model, [key for key in order if key in both])
+    right_support = model.support()
     model.close()
     say("vLLM: ended")
 

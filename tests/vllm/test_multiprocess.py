@@ -38,7 +38,7 @@ class Detailed(Exception):
     """One that its arguments alone do not make."""
 
     def __init__(self, first, *, second):
-        super().__init__(f"{first} and {second}")
+        Exception.__init__(self, f"{first} and {second}")
         self.second = second
 
 
@@ -69,6 +69,12 @@ def a_helper(value):
     return value * 3
 
 
+def envoys():
+    from vllm.model_executor.models.llama import LlamaMLP
+
+    return {LlamaMLP: type("Wrapped", (Doubling, llama.ENVOYS[LlamaMLP]), {})}
+
+
 @pytest.fixture(scope="module")
 def model(checkpoint):
     before = os.environ.get(MODE)
@@ -81,19 +87,13 @@ def model(checkpoint):
             dispatch=True,
             family=Family(),
             rename={"self_attn": "mixer"},
-            envoys={"mlp": type("Wrapped", (Doubling, mlp_envoy()), {})},
+            envoys=envoys(),
         ) as found:
             yield found
     finally:
         os.environ.pop(MODE)
         if before is not None:
             os.environ[MODE] = before
-
-
-def mlp_envoy():
-    from vllm.model_executor.models.llama import LlamaMLP
-
-    return llama.ENVOYS[LlamaMLP]
 
 
 @pytest.fixture(scope="module")
@@ -358,8 +358,8 @@ def test_exceptions_of_the_test_module(model, record):
 
 
 def test_an_exception_that_cannot_travel(model, record):
-    """Its name, text and line are what is left of it."""
-    with pytest.raises(RuntimeError, match="held") as raised, model.prefill(P):
+    """Its type, text and line are what is left of it."""
+    with pytest.raises(ValueError, match="held") as raised, model.prefill(P):
         error = ValueError("held")
         error.lock = __import__("threading").Lock()
         raise error
@@ -372,7 +372,7 @@ def test_the_error_shows_where_it_was_in_the_engine(model):
         raise Mine("here")
     shown = "".join(traceback.format_exception(raised.value))
     assert "Traceback in the engine's process" in shown
-    assert shown.count('raise Mine("here")') >= 2
+    assert shown.count("raise Mine(") >= 2
     assert "<edit-" not in shown
 
 

@@ -8,6 +8,7 @@ from ._errors import MissingBackend
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
+    from os import PathLike
 
     from .protocols import StandardModel
 
@@ -32,7 +33,7 @@ def engines() -> tuple[str, ...]:
     return tuple(sorted(_points()))
 
 
-def load(repo_id: str, engine: str, **kwargs: Any) -> StandardModel:
+def load(repo_id: str | PathLike[str], engine: str, **kwargs: Any) -> StandardModel:
     """The model ``repo_id`` on ``engine``; keyword arguments go to the engine's class.
 
     Args:

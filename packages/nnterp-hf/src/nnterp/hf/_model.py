@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
@@ -85,7 +86,8 @@ class RowBatcher(Batcher):
         if edited is KEEP:
             return full
         called = isinstance(edited, tuple) and len(edited) == 2 and isinstance(edited[1], dict)
-        if called and "attention_mask" in edited[1] and full[1].get("attention_mask") is None:
+        masked = called and edited[1].get("attention_mask") is not None
+        if masked and full[1].get("attention_mask") is None:
             full = full[0], {**full[1], "attention_mask": _ones(full[1])}
         return super().widen(full, group, edited)
 
@@ -180,7 +182,7 @@ class StandardizedTransformer(Standardized, TransformersModel, StandardModel):
 
     def __init__(
         self,
-        repo_id: str | Module,
+        repo_id: str | os.PathLike[str] | Module,
         *args: Any,
         family: Any = None,
         rename: dict[Any, Any] | None = None,
@@ -188,6 +190,8 @@ class StandardizedTransformer(Standardized, TransformersModel, StandardModel):
         tokenizer_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
+        if isinstance(repo_id, os.PathLike):
+            repo_id = os.fspath(repo_id)
         if isinstance(repo_id, str):
             checked_path(repo_id)
 

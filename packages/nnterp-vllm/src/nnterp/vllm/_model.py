@@ -117,7 +117,7 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
 
     def __init__(
         self,
-        repo_id: str | Module,
+        repo_id: str | os.PathLike[str] | Module,
         *args: Any,
         family: Any = None,
         rename: dict[Any, Any] | None = None,
@@ -127,6 +127,8 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
     ) -> None:
         self.closed = False
         self.verified = _versions.check(vllm.__version__, current_platform.is_cpu())
+        if isinstance(repo_id, os.PathLike):
+            repo_id = os.fspath(repo_id)
         if isinstance(repo_id, str):
             checked_path(repo_id)
             self._refuse(kwargs)

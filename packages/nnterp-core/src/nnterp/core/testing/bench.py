@@ -24,6 +24,13 @@ BOUND = 1e-5
 # An engine may compute these for the last position alone, where transformers has them all.
 LAST_ALONE = frozenset({"lm_head_output", "logits"})
 
+# Looser bounds, each with what was measured.
+LOOSER: Mapping[str, float] = {
+    # A score is a sum of head_dim products, and a row of one or two may all but cancel: 1.8e-5 on
+    # the tiny llama, beside other prompts.
+    "attention_scores": 5e-5,
+}
+
 # Where the search for the forward order begins. Nothing depends on its being right.
 _FIRST_GUESS = (
     *("input_ids", "attention_mask", "input_size", "token_embeddings"),
@@ -114,12 +121,12 @@ class Bench:
     """
 
     subject: Subject
-    model: Any
-    references: References
+    model: Any = field(repr=False)
+    references: References = field(repr=False)
     bound: float = BOUND
     worst: dict[str, Worst] = field(default_factory=dict)
-    _order: list[str] | None = None
-    _read: dict[Any, Any] = field(default_factory=dict)
+    _order: list[str] | None = field(default=None, repr=False)
+    _read: dict[Any, tuple[Any, Exception | None]] = field(default_factory=dict, repr=False)
 
     # -- what it serves ----------------------------------------------------------
 
@@ -227,8 +234,14 @@ class Bench:
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
         if key not in self._read:
-            self._read[key] = make()
-        return self._read[key]
+            try:
+                self._read[key] = make(), None
+            except Exception as error:
+                self._read[key] = None, error
+        found, error = self._read[key]
+        if error is not None:
+            raise error
+        return found
 
     # -- the reference -----------------------------------------------------------
 
@@ -261,9 +274,10 @@ class Bench:
         worst = worst_row(actual, expected)
         if name not in self.worst or worst.error > self.worst[name].error:
             self.worst[name] = Worst(worst.error, label)
-        assert worst.error <= self.bound, (
+        bound = max(self.bound, LOOSER.get(name, 0.0))
+        assert worst.error <= bound, (
             f"{label}: row {list(worst.index)} is off by {worst.error:.2e} of its scale, "
-            f"{self.bound:.0e} is allowed (difference {worst.difference:.2e}, scale "
+            f"{bound:.0e} is allowed (difference {worst.difference:.2e}, scale "
             f"{worst.scale:.2e})"
         )
 

@@ -226,7 +226,7 @@ def cases(
         for way in WRITES:
             here = Case(f"{key}:{way}", "write", (Change(key, way),))
             # Late in the model only the last position still reaches the last logits.
-            at_end = Case(here.name, "write", (Change(key, way, position=4),))
+            at_end = Case(here.name, "write", (Change(key, way, position=-1),))
             add(here, at_end)
         # The mask of a step is of that step alone; the oracle carries it on.
         for step in (1,) if name == "attention_mask" else (0, 1):

@@ -69,7 +69,13 @@ class Plugin:
         if "fault" in wanted:
             chosen = [one for one in chosen if fault_of(one, self.faults) is not None]
         if "peer" in wanted:
-            chosen = [one for one in chosen if self.peer_of(one) is not None]
+            # Where one of the two has a known fault they differ by it.
+            chosen = [
+                one
+                for one in chosen
+                if (other := self.peer_of(one)) is not None
+                and fault_of(one, self.faults) is fault_of(other, self.faults) is None
+            ]
         metafunc.parametrize(
             "bench",
             [

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from ._attention import pattern as pattern
 from ._attention import scores as scores
+from ._generic import generic as generic
 from ._hosts import Attention as Attention
 from ._hosts import Layer as Layer
 from ._hosts import Mlp as Mlp

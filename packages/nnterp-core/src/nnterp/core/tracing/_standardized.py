@@ -16,6 +16,7 @@ from .._errors import Unavailable, WrongShape
 from .._layouts import Layout
 from .._vocabulary import VOCABULARY, terms
 from ..architectures import Architecture
+from ._generic import UNVERIFIED, Verified, adopt, watch_and_adopt
 from ._hosts import Named
 from ._lenses import First
 from ._prompts import encode
@@ -296,6 +297,18 @@ class Standardized(Named):
             raise WrongShape(
                 f"the residual stream is {self.hidden_size} wide, not {hidden.shape[-1]}"
             )
+        if getattr(self.family, "GENERIC", False):
+            verified = self.__dict__.get("_verified")
+            if verified is None or not verified.lens:
+                raise Unavailable(
+                    f"project_on_vocab is unavailable on {self.model_name}: "
+                    + (
+                        UNVERIFIED
+                        if verified is None
+                        else "the norm and the head do not give the "
+                        "logits; this model scales or caps them"
+                    )
+                )
         project = getattr(self.family, "project_on_vocab", None)
         found: Tensor = self._project(hidden) if project is None else project(self, hidden)
         return found
@@ -427,9 +440,11 @@ class Standardized(Named):
         count = min(4, self.vocab_size)
         ids = list(range(self.vocab_size - count, self.vocab_size))
         found: dict[str, float]
+        bound = _ROUNDING.get(self.dtype, 1e-1)
+        if getattr(self.family, "GENERIC", False):
+            return self._verify_generic(ids, bound)
         with self.prefill(ids):
             found = nnsight.save(identity_errors(self))
-        bound = _ROUNDING.get(self.dtype, 1e-1)
         wrong = {key: error for key, error in found.items() if not error <= bound}
         if wrong:
             raise Unavailable(
@@ -437,6 +452,18 @@ class Standardized(Named):
                 + ", ".join(f"{key} off by {error:.1e}" for key, error in wrong.items())
             )
         return found
+
+    def _verify_generic(self, ids: list[int], bound: float) -> dict[str, float]:
+        found: Verified | None
+        with self.prefill(ids):
+            found = nnsight.save(watch_and_adopt(self, bound))
+        if found is None:
+            raise Unavailable(
+                f"{self.model_name} serves nothing of this model: no tensor chains through its "
+                f"blocks as a residual stream"
+            )
+        adopt(self, found)
+        return found.errors
 
 
 def identity_errors(model: Any) -> dict[str, float]:
