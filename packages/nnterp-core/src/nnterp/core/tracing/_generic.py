@@ -161,6 +161,9 @@ class Watch:
     def _contributions(
         self, enters: tuple[Where, ...], leaves: tuple[int, ...], bound: float
     ) -> tuple[tuple[str | None, str | None], dict[str, float]]:
+        # The first block of a fused model has no second half yet.
+        if not any(at in self.seen[0].enters for at in enters):
+            return (None, None), {}
         names = [name for name in self.seen[0].adds if all(name in s.adds for s in self.seen)]
         for first, second in combinations(names, 2):
             errors = {}
