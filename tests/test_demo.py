@@ -85,3 +85,16 @@ def test_a_path_without_a_checkpoint_is_named() -> None:
     ran = run_demo("/no/such/checkpoint")
     assert ran.returncode != 0
     assert "no checkpoint at '/no/such/checkpoint'" in ran.stderr
+
+
+def test_vllm_can_be_imported_after_a_checkpoint_was_fetched(tmp_path: Path) -> None:
+    code = f"""
+from nnterp.core.testing.checkpoints import _download
+from pathlib import Path
+try:
+    _download("./none.whl", Path({str(tmp_path)!r}))
+except RuntimeError:
+    pass
+import torch.utils.cpp_extension  # as vLLM does
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)

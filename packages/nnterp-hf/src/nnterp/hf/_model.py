@@ -113,6 +113,8 @@ class ListingTracer(InterleavingTracer):
 
 
 def _embeddings(host: Any) -> Site | str:
+    if host.unembedded:
+        return str(host.unembedded)
     at = under("embed_tokens", "output")
     # The Gemmas scale inside the embedding module; the table's rows are before it.
     if getattr(host.get("embed_tokens")._module, "embed_scale", None) is None:

@@ -298,7 +298,7 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
         "``(1, tokens)``: a request is one sequence.",
     )
     token_embeddings: layouts.Residual = value(
-        lambda host: Site(under("embed_tokens", "output"), host.batched),
+        lambda host: host.unembedded or Site(under("embed_tokens", "output"), host.batched),
         "The embedding module's output, ``[1, tokens, hidden_size]``; what a family scales or "
         "adds positions to comes after.",
     )

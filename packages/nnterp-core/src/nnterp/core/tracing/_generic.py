@@ -30,6 +30,7 @@ NOT_SERVED = (
     "the generic family serves the residual stream and what the sublayers add to it; for more, "
     "describe the model's family"
 )
+NO_LENS = "the norm and the head do not give the logits of the last stream; this model scales or caps them"
 WHOLE = -1
 """The position of a return value that is no tuple."""
 
@@ -299,6 +300,7 @@ def generic() -> tuple[dict[Any, Any], dict[Any, Any]]:
 def adopt(model: Any, found: Verified) -> None:
     """Let ``model`` serve what was found on it."""
     model.__dict__["_verified"] = found
+    model.__dict__.pop("_sites", None)
     for layer in model.layers:
         for host in (layer, getattr(layer, "self_attn", None), getattr(layer, "mlp", None)):
             if host is not None:

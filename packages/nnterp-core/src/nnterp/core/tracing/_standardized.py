@@ -16,7 +16,7 @@ from .._errors import Unavailable, WrongShape
 from .._layouts import Layout
 from .._vocabulary import VOCABULARY, terms
 from ..architectures import Architecture
-from ._generic import UNVERIFIED, Verified, adopt, watch_and_adopt
+from ._generic import NO_LENS, NOT_SERVED, UNVERIFIED, Verified, adopt, watch_and_adopt
 from ._hosts import Named
 from ._lenses import First
 from ._prompts import encode
@@ -106,9 +106,29 @@ class Standardized(Named):
 
     @property
     def no_norm(self) -> str | None:
-        """Why there is no final norm, or ``None`` where there is one."""
+        """Why the final norm's output is not served, or ``None`` where it is."""
         facts = self.architecture
-        return "this model has no final norm" if facts and facts.norm is None else None
+        if facts is not None and facts.norm is None:
+            return "this model has no final norm"
+        return self.unverified
+
+    @property
+    def unembedded(self) -> str | None:
+        """Why the embedding table's rows are not served, or ``None`` where they are."""
+        return NOT_SERVED if getattr(self.family, "GENERIC", False) else None
+
+    @property
+    def unverified(self) -> str | None:
+        """Why what is before and after the blocks is not served, or ``None`` where it is.
+
+        The lens shows both of a generic family: the stream that the head takes, normed.
+        """
+        if not getattr(self.family, "GENERIC", False):
+            return None
+        found: Verified | None = self.__dict__.get("_verified")
+        if found is None:
+            return UNVERIFIED
+        return None if found.lens else NO_LENS
 
     @property
     def text_config(self) -> Any:
@@ -297,18 +317,10 @@ class Standardized(Named):
             raise WrongShape(
                 f"the residual stream is {self.hidden_size} wide, not {hidden.shape[-1]}"
             )
-        if getattr(self.family, "GENERIC", False):
-            verified = self.__dict__.get("_verified")
-            if verified is None or not verified.lens:
-                raise Unavailable(
-                    f"project_on_vocab is unavailable on {self.model_name}: "
-                    + (
-                        UNVERIFIED
-                        if verified is None
-                        else "the norm and the head do not give the "
-                        "logits; this model scales or caps them"
-                    )
-                )
+        if self.unverified:
+            raise Unavailable(
+                f"project_on_vocab is unavailable on {self.model_name}: {self.unverified}"
+            )
         project = getattr(self.family, "project_on_vocab", None)
         found: Tensor = self._project(hidden) if project is None else project(self, hidden)
         return found
