@@ -30,7 +30,7 @@ NOT_SERVED = (
     "the generic family serves the residual stream and what the sublayers add to it; for more, "
     "describe the model's family"
 )
-NO_LENS = "the norm and the head do not give the logits of the last stream; this model scales or caps them"
+NO_LENS = "the norm and the head do not give the last logits: this model scales or caps them"
 WHOLE = -1
 """The position of a return value that is no tuple."""
 
