@@ -47,6 +47,12 @@ def _window(config: Config, layer: int) -> int | None:
     return getattr(config, "sliding_window", None)
 
 
+def _chunk(config: Config, layer: int) -> int | None:
+    """The config's chunk, on the chunked layers."""
+    chunked = config.layer_types[layer] == "chunked_attention"
+    return config.attention_chunk_size if chunked else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Attention:
     """What turns queries and keys into the pattern.
@@ -56,16 +62,43 @@ class Attention:
         scaled_queries: whether the queries enter the attention with that factor on them.
         window: (config, layer) to the number of positions a query sees, itself included,
             or ``None`` where it sees all before it.
+        chunk: (config, layer) to the number of positions of the chunks of which a query sees
+            its own alone, or ``None``.
         softcap: config to ``c`` of ``c * tanh(scores / c)``, or ``None``.
         slopes: config to each head's slope of ALiBi, which times the key's position is
             added to the scores, or ``None``.
+        sinks: the attention's parameter with a score for each head that enters the softmax
+            beside the keys' and has no value, or ``None``.
     """
 
     scale: Callable[[Config, int], float] = _inverse_root_head_dim
     scaled_queries: bool = False
     window: Callable[[Config, int], int | None] = _no_window
+    chunk: Callable[[Config, int], int | None] = _no_window
     softcap: Callable[[Config], float | None] = lambda config: None
     slopes: Callable[[Config], list[float] | None] = lambda config: None
+    sinks: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """A mixture of experts, where a block has one for its MLP.
+
+    Attributes:
+        top_k: config to the number of experts that a token is given to.
+        intermediate_size: config to the width of one expert.
+        shared: the module under the MLP that every token is given to beside them, or ``None``.
+        shared_gate: the module under the MLP whose output's sigmoid scales what ``shared``
+            gives, or ``None``.
+        weighted_input: whether the weights scale what enters the experts, so that an expert
+            has no unweighted output.
+    """
+
+    top_k: Callable[[Config], int] = lambda config: int(config.num_experts_per_tok)
+    intermediate_size: Callable[[Config], int] = lambda config: int(config.moe_intermediate_size)
+    shared: str | None = None
+    shared_gate: str | None = None
+    weighted_input: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,9 +121,11 @@ class Architecture:
             MLP's addition, or ``None``.
         down_projection: the module under the MLP that the neurons enter.
         attention: how scores are made.
+        mixture: what the MLP of a sparse block is, or ``None`` where every block is dense.
         logits: config and raw projection to logits, or ``None`` where they are the same.
         intermediate_size: config to the MLP's width.
         num_kv_heads: config to the number of key and value heads.
+        head_dim, qk_head_dim: config to the width of a value head, and of a query or key head.
         learned_positions: config to the number of learned positions, or ``None`` where
             positions are not a table.
         variant: config to the facts that it changes.
@@ -112,9 +147,12 @@ class Architecture:
     stream_norms: tuple[str, str] | None = None
     down_projection: str = "down_proj"
     attention: Attention = Attention()
+    mixture: Mixture | None = None
     logits: Callable[[Config, Any], Any] | None = None
     intermediate_size: Callable[[Config], int] = lambda config: int(config.intermediate_size)
     num_kv_heads: Callable[[Config], int] = num_kv_heads
+    head_dim: Callable[[Config], int] = head_dim
+    qk_head_dim: Callable[[Config], int] = head_dim
     learned_positions: Callable[[Config], int] | None = None
     variant: Callable[[Config], Mapping[str, Any]] | None = None
 
@@ -312,4 +350,65 @@ FALCON = replace(
     variant=lambda config: (
         {"block": "parallel"} if config.new_decoder_architecture or config.parallel_attn else {}
     ),
+)
+
+_EXPERT_MLP = Mixture(intermediate_size=lambda config: int(config.intermediate_size))
+
+MIXTRAL = replace(MISTRAL, model_type="mixtral", mixture=_EXPERT_MLP)
+
+QWEN3_MOE = replace(QWEN3, model_type="qwen3_moe", mixture=Mixture())
+
+QWEN2_MOE = replace(
+    QWEN2,
+    model_type="qwen2_moe",
+    mixture=Mixture(shared="shared_expert", shared_gate="shared_expert_gate"),
+)
+
+OLMOE = replace(LLAMA, model_type="olmoe", mixture=_EXPERT_MLP)
+
+GRANITEMOE = replace(GRANITE, model_type="granitemoe", mixture=_EXPERT_MLP)
+
+PHIMOE = replace(MISTRAL, model_type="phimoe", mixture=_EXPERT_MLP)
+
+GPT_OSS = replace(
+    LLAMA,
+    model_type="gpt_oss",
+    attention=Attention(window=_window, sinks="sinks"),
+    mixture=_EXPERT_MLP,
+)
+
+
+def _latent_scale(config: Config, layer: int) -> float:
+    rope = config.rope_parameters
+    scale = float((config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5)
+    if rope.get("rope_type", "default") == "default" or not rope.get("mscale_all_dim", 0):
+        return scale
+    factor = float(rope["factor"])
+    stretch = 1.0 if factor <= 1 else 0.1 * rope["mscale_all_dim"] * math.log(factor) + 1.0
+    return scale * stretch * stretch
+
+
+DEEPSEEK_V2 = replace(
+    LLAMA,
+    model_type="deepseek_v2",
+    attention=Attention(scale=_latent_scale),
+    mixture=Mixture(shared="shared_experts"),
+    num_kv_heads=lambda config: int(config.num_attention_heads),
+    head_dim=lambda config: int(config.v_head_dim),
+    qk_head_dim=lambda config: int(config.qk_nope_head_dim + config.qk_rope_head_dim),
+)
+
+DEEPSEEK_V3 = replace(DEEPSEEK_V2, model_type="deepseek_v3")
+
+LLAMA4_TEXT = replace(
+    LLAMA,
+    model_type="llama4_text",
+    mlp="feed_forward",
+    attention=Attention(chunk=_chunk),
+    mixture=Mixture(
+        intermediate_size=lambda config: int(config.intermediate_size),
+        shared="shared_expert",
+        weighted_input=True,
+    ),
+    intermediate_size=lambda config: int(config.intermediate_size_mlp),
 )

@@ -12,4 +12,6 @@ from ._interior import head_inputs as head_inputs
 from ._interior import instead_of as instead_of
 from ._interior import operation as operation
 from ._interior import recomputed_scores as recomputed_scores
+from ._mixture import Mixture as Mixture
+from ._mixture import Router as Router
 from ._model import StandardizedTransformer as StandardizedTransformer

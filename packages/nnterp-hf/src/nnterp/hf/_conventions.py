@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 from torch.nn import Module
@@ -16,10 +15,10 @@ from nnterp.core.tracing import (
     First,
     InPlace,
     Lens,
-    Scaled,
     Site,
     beside,
     bound,
+    multiplied,
     own,
     renames,
     under,
@@ -27,20 +26,11 @@ from nnterp.core.tracing import (
 )
 
 from . import _interior
+from ._mixture import Mixture, Router
 from ._rows import Flattened
 
 PARALLEL = "the two sublayers of a parallel block read the same stream; there is none between"
 IN_PLACE = InPlace()
-
-
-def _multiplied(lens: Lens) -> Callable[[Any], Lens]:
-    """``lens`` times the architecture's factor on contributions, where it has one."""
-
-    def of(host: Any) -> Lens:
-        multiplier = host.facts.residual_multiplier
-        return lens if multiplier is None else lens | Scaled(lambda h: multiplier(h.config))
-
-    return of
 
 
 def _stream_between(host: Any) -> Site | str:
@@ -68,7 +58,7 @@ class Attention(tracing.Attention, StandardAttention):
 
     attention_output: layouts.Residual = value(
         lambda host: Site(
-            beside(lambda h: h.facts.attention_adds, "output"), _multiplied(First())(host)
+            beside(lambda h: h.facts.attention_adds, "output"), multiplied(host, First())
         )
     )
     attention_queries: layouts.Queries = value(_interior.queries)
@@ -84,7 +74,7 @@ class Mlp(tracing.Mlp, StandardMlp):
 
     mlp_output: layouts.Residual = value(
         lambda host: Site(
-            beside(lambda h: h.facts.mlp_adds, "output"), _multiplied(First() | _rows(host))(host)
+            beside(lambda h: h.facts.mlp_adds, "output"), multiplied(host, First() | _rows(host))
         )
     )
     mlp_neurons: layouts.Neurons = value(
@@ -104,6 +94,8 @@ def declare(
     layer: type[Module],
     attention: type[Module],
     mlp: type[Module] | None = None,
+    mixture: type[Module] | None = None,
+    router: Router | None = None,
     interior: type[Attention] = Attention,
 ) -> tuple[dict[Any, Any], dict[Any, Any]]:
     """A plain family: ``RENAME`` and ``ENVOYS`` from an architecture and its classes.
@@ -111,13 +103,20 @@ def declare(
     Args:
         architecture: its facts.
         layer, attention, mlp: transformers' classes; no ``mlp`` where it lies on the block.
+        mixture: the class of a sparse block's MLP; the dense ones, if any, are found by path,
+            since a mixture's shared expert may have their class.
+        router: how a mixture calls its router, where that is particular.
         interior: how the attention is opened, where it is not the shared call.
     """
-    on_block = {"mlp": bound(MlpOnBlock, architecture)} if mlp is None else {}
-    envoys = {
+    bare = mlp is None and mixture is None
+    on_block = {"mlp": bound(MlpOnBlock, architecture)} if bare else {}
+    envoys: dict[Any, Any] = {
         layer: bound(Layer, architecture, on_block=on_block),
         attention: bound(interior, architecture),
     }
-    if mlp is not None:
+    if mixture is not None:
+        envoys[mixture] = bound(Mixture, architecture, router=router or Router())
+        envoys[f"{architecture.layers}.*.{architecture.mlp}"] = bound(Mlp, architecture)
+    elif mlp is not None:
         envoys[mlp] = bound(Mlp, architecture)
-    return renames(architecture, attention, mlp), envoys
+    return renames(architecture, attention, mixture or mlp), envoys

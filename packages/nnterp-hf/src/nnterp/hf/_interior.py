@@ -67,16 +67,19 @@ def _operations(function: Any) -> tuple[str, ...]:
         return ()
 
 
-def refused(host: Any, name: str) -> str | None:
-    """Why an operation of the host's forward cannot be found, or ``None``."""
+def refused(host: Any, name: str, function: Any = None) -> str | None:
+    """Why an operation of the host's forward, or of a function that it calls, cannot be found,
+    or ``None``."""
     module = type(host._module)
-    if name in _operations(module.forward):
+    if name in _operations(function or module.forward):
         return None
     import transformers
 
+    called = f"{module.__name__}.forward" if function is None else function.__name__
     return (
-        f"{module.__name__}.forward has no operation {name!r} in transformers "
-        f"{transformers.__version__}, so its inside cannot be reached; read attention_output"
+        f"{called} has no operation {name!r} in transformers "
+        f"{transformers.__version__}, so its inside cannot be reached; read what the sublayer "
+        f"adds to the stream"
     )
 
 
@@ -181,6 +184,10 @@ def recomputed_scores(queries: Tensor, keys: Tensor, host: Any) -> Tensor:
     if any(pads):
         columns = torch.arange(found.shape[-1], device=found.device)
         front = torch.tensor(pads, device=found.device).view(-1, 1, 1, 1)
+        slopes = facts.slopes(config)
+        if slopes is not None:
+            # A key's position counts from its own prompt's first token.
+            found = found - torch.tensor(slopes, device=found.device).view(1, -1, 1, 1) * front
         found = found.masked_fill(columns < front, float("-inf"))
     return found
 

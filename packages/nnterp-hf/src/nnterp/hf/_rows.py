@@ -10,11 +10,18 @@ from nnterp.core.tracing import Lens, running
 
 
 class Flattened(Lens):
-    """``[batch * seq, width]`` as the block's own ``[batch, seq, width]``.
+    """``[batch * seq, ...]`` as the block's own ``[batch, seq, ...]``.
 
-    nnsight finds a block's rows by the batch axis, which such a tensor has not: it is served
-    whole to every invoke, and a write gives the whole back.
+    A tensor that has its batch axis already stays as it is. nnsight finds a block's rows by
+    that axis, which such a tensor has not: it is served whole to every invoke, and a write
+    gives the whole back.
+
+    Args:
+        axes: how many axes follow.
     """
+
+    def __init__(self, axes: int = 1) -> None:
+        self.axes = axes
 
     @staticmethod
     def _shape(raw: Tensor, host: Any) -> tuple[int, int, int]:
@@ -31,11 +38,15 @@ class Flattened(Lens):
         return batcher.total, start, size
 
     def get(self, raw: Tensor, host: Any) -> Tensor:
+        if raw.dim() > 1 + self.axes:
+            return raw
         total, start, size = self._shape(raw, host)
-        return raw.view(total, -1, raw.shape[-1])[start : start + size]
+        return raw.view(total, -1, *raw.shape[1:])[start : start + size]
 
     def put(self, raw: Tensor, new: Tensor, host: Any) -> Tensor:
+        if raw.dim() > 1 + self.axes:
+            return new
         total, start, size = self._shape(raw, host)
-        whole = raw.view(total, -1, raw.shape[-1]).clone()
+        whole = raw.view(total, -1, *raw.shape[1:]).clone()
         whole[start : start + size] = new
         return whole.view(raw.shape)

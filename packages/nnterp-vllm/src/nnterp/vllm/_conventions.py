@@ -33,6 +33,7 @@ from nnterp.core.tracing import (
     Summed,
     beside,
     bound,
+    multiplied,
     own,
     renames,
     under,
@@ -83,12 +84,6 @@ class PlainLayer(tracing.Layer, StandardLayer):
     layer_input: layouts.Residual = value(Site(own("input"), Argument("hidden_states") | Batched()))
     layer_mid: layouts.Residual = value(_between(Argument(0) | Batched() | InPlace()))
     layer_output: layouts.Residual = value(Site(own("output"), First() | Batched()))
-
-
-def _multiplied(host: Any, lens: Lens) -> Lens:
-    """``lens`` times the architecture's factor on contributions, where it has one."""
-    multiplier = host.facts.residual_multiplier
-    return lens if multiplier is None else lens | Scaled(lambda h: multiplier(h.config))
 
 
 def _kernel(host: Any) -> Any:
@@ -142,7 +137,7 @@ class Attention(tracing.Attention, StandardAttention):
     attention_output: layouts.Residual = value(
         lambda host: Site(
             beside(lambda h: h.facts.attention_adds, "output"),
-            _multiplied(host, First() | Batched()),
+            multiplied(host, First() | Batched()),
         )
     )
     attention_queries: layouts.Queries = value(
@@ -174,7 +169,7 @@ class Mlp(tracing.Mlp, StandardMlp):
 
     mlp_output: layouts.Residual = value(
         lambda host: Site(
-            beside(lambda h: h.facts.mlp_adds, "output"), _multiplied(host, First() | Batched())
+            beside(lambda h: h.facts.mlp_adds, "output"), multiplied(host, First() | Batched())
         )
     )
     mlp_neurons: layouts.Neurons = value(
@@ -280,7 +275,7 @@ class BackendAttention(Attention):
     attention_output: layouts.Residual = value(
         _on_backend(
             lambda host: Site(
-                beside(lambda h: h.facts.attention_adds, "output"), _multiplied(host, First())
+                beside(lambda h: h.facts.attention_adds, "output"), multiplied(host, First())
             )
         )
     )
@@ -292,7 +287,7 @@ class BackendMlp(Mlp):
     mlp_output: layouts.Residual = value(
         _on_backend(
             lambda host: Site(
-                beside(lambda h: h.facts.mlp_adds, "output"), _multiplied(host, First())
+                beside(lambda h: h.facts.mlp_adds, "output"), multiplied(host, First())
             )
         )
     )

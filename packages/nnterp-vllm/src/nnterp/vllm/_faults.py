@@ -12,11 +12,11 @@ from nnsight.intervention.interleaver import OutOfOrderError
 from nnterp import core
 from nnterp.core.tracing import OutOfOrder
 
-_BY_NAME: dict[str, type[Exception]] = {
+_BY_NAME: dict[str, type[BaseException]] = {
     name: found
     for module in (builtins, core)
     for name, found in vars(module).items()
-    if isinstance(found, type) and issubclass(found, Exception)
+    if isinstance(found, type) and issubclass(found, BaseException)
 } | {"OutOfOrderError": OutOfOrder, "OutOfOrder": OutOfOrder}
 
 _LINE = re.compile(r'File "<edit-\d+>", line (\d+)')
@@ -40,7 +40,7 @@ def pickled(exception: BaseException) -> bytes | None:
         return None
 
 
-def rebuilt(error: dict[str, Any]) -> Exception:
+def rebuilt(error: dict[str, Any]) -> BaseException:
     """The exception that ``error`` carries, of its own type where that can be had."""
     if error.get("pickled"):
         try:
@@ -48,7 +48,7 @@ def rebuilt(error: dict[str, Any]) -> Exception:
             exception = kind.__new__(kind, *args)
             exception.args = args
             exception.__dict__.update(state)
-            assert isinstance(exception, Exception)
+            assert isinstance(exception, BaseException)
             return exception
         except Exception:
             pass  # a class that only the engine's process can make: its name and text remain

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -13,11 +13,13 @@ import vllm
 from nnsight.modeling.vllm.async_backend import AsyncVLLMBackend
 from nnsight.modeling.vllm.engines.engine import acollect, attach
 from nnsight.modeling.vllm.envoys import parallel_envoys
+from nnsight.modeling.vllm.registration import RegisteringTracer
 from nnsight.modeling.vllm.tracer import VLLMTracer
 from nnsight.modeling.vllm.vllm import VLLM
 from torch import Tensor
 from torch.nn import Module
 from vllm.platforms import current_platform
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from nnterp.core import OutsideTrace
 from nnterp.core import _layouts as layouts
@@ -43,6 +45,7 @@ from nnterp.core.tracing import (
 )
 
 from . import _faults, _runner, _versions
+from ._backend import release_classes
 from ._travel import travelling
 
 _RUNNER_SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
@@ -70,15 +73,41 @@ class StreamBackend(AsyncVLLMBackend):
     filename: str | None = None
 
     def __call__(self, tracer: Any) -> None:
+        if self.model.closed:
+            raise RuntimeError(_CLOSED)
         self.filename = tracer.info.code.co_filename
         super().__call__(tracer)
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        try:
+            async for output in super().__aiter__():
+                yield output
+        finally:
+            # A stream left early ends its request now, not when it is collected.
+            await self._generator.aclose()
+
+    async def _free_worker(self) -> None:
+        # The engine lets go of the request before its worker does, or a step may still want it.
+        await self._generator.aclose()
+        with contextlib.suppress(EngineDeadError):
+            await super()._free_worker()
 
     async def _attach_saves(self, output: Any) -> None:
         entry = await acollect(self.model.vllm_entrypoint, self._request_id, output)
         if entry is not None:
             attach(output, entry)
             if entry["error"]:
-                _faults.raise_here(entry["error"], self.filename)
+                self.model._raise_here(entry["error"], self.filename)
+
+
+class InstallingTracer(RegisteringTracer):
+    """A tracer of a block that stays on the engine; its errors name the file it is in."""
+
+    def execute(self, code: Any) -> None:
+        assert self.registration is not None
+        self._model.__dict__["_installed_in"][self.registration.id] = code.co_filename
+        with travelling({str(self.info.frame.f_globals["__name__"])}):
+            super().execute(code)
 
 
 class StandardizedVLLM(Standardized, VLLM, StandardModel):
@@ -126,6 +155,7 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
         **kwargs: Any,
     ) -> None:
         self.closed = False
+        self.__dict__["_installed_in"] = {}
         self.verified = _versions.check(vllm.__version__, current_platform.is_cpu())
         if isinstance(repo_id, os.PathLike):
             repo_id = os.fspath(repo_id)
@@ -226,6 +256,12 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
             yield
 
     def _load_meta(self, repo_id: str, **kwargs: Any) -> Module:
+        try:
+            return self._meta(repo_id, **kwargs)
+        finally:
+            release_classes()
+
+    def _meta(self, repo_id: str, **kwargs: Any) -> Module:
         if not kwargs.get("skip_tokenizer_init"):
             module: Module = super()._load_meta(repo_id, **kwargs)
             return module
@@ -246,6 +282,8 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
             os.environ.pop(_RUNNER_SWITCH, None)
             if before is not None:
                 os.environ[_RUNNER_SWITCH] = before
+            if not self.taps:
+                release_classes()
         return module
 
     def close(self) -> None:
@@ -253,14 +291,14 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
         entrypoint, self.vllm_entrypoint, self.closed = self.vllm_entrypoint, None, True
         if entrypoint is None:
             return
+        # By default vLLM kills what has not ended in 5 s, which leaves shared memory behind.
         if self._async_engine:
-            entrypoint.shutdown()
+            entrypoint.shutdown(timeout=60.0)
             return
         from vllm.v1.engine.core_client import InprocClient
 
         core = entrypoint.llm_engine.engine_core
         if not isinstance(core, InprocClient):
-            # By default vLLM kills what has not ended in 5 s, which leaves shared memory behind.
             core.shutdown(timeout=60.0)
             return
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
@@ -426,7 +464,7 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
 
     def interleave(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
         if self.closed:
-            raise RuntimeError("this model's engine was closed")
+            raise RuntimeError(_CLOSED)
         return super().interleave(fn, *args, **kwargs)
 
     def _attach_mediators(self, params: list[Any], **kwargs: Any) -> Any:
@@ -439,11 +477,32 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
     ) -> Any:
         # nnsight's own call, without two progress bars for every trace.
         mediators = self._attach_mediators(params, **kwargs)
-        outputs = self.vllm_entrypoint.generate(
-            prompts, sampling_params=params, lora_request=lora_requests, use_tqdm=False
-        )
+        with self._whole():
+            outputs = self.vllm_entrypoint.generate(
+                prompts, sampling_params=params, lora_request=lora_requests, use_tqdm=False
+            )
         self._collect(mediators, outputs)
         return outputs
+
+    @contextlib.contextmanager
+    def _whole(self) -> Iterator[None]:
+        """End the requests of a call that is interrupted, or they come with the next one's."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(Exception):
+                engine = self.vllm_entrypoint.llm_engine
+                left = list(engine.output_processor.request_states)
+                engine.abort_request(left, internal=True)
+                engine.collective_rpc("collect_nnsight", args=(left, left))
+            raise
+
+    def edit(self, *args: Any, **kwargs: Any) -> Any:
+        """nnsight's edit: a block that stays on the engine and runs for every request, or, with
+        ``name=``, for those that ask for it by ``edits=[name]``."""
+        tracer = super().edit(*args, **kwargs)
+        tracer.__class__ = InstallingTracer
+        return tracer
 
     def trace(self, *inputs: Any, **kwargs: Any) -> Any:
         """nnsight's trace: one request of the engine, with what it reads and writes in the
@@ -454,16 +513,33 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
         return super().trace(*inputs, **kwargs)
 
     def _generate(self, *inputs: Any, **kwargs: Any) -> Any:
-        outputs = super()._generate(*inputs, **kwargs)
-        if not self._async_engine:
-            # Of the blocks installed with edit(); a trace of one's own raises elsewhere.
-            for output in outputs:
-                if error := getattr(output, "nnsight_error", None):
-                    _faults.raise_here(error, None)
+        if self.closed:
+            raise RuntimeError(_CLOSED)
+        if self._async_engine:
+            return super()._generate(*inputs, **kwargs)
+        if not self.dispatched:
+            self.dispatch()
+        with self._whole():
+            outputs = super()._generate(*inputs, **kwargs)
+        return self._raised(outputs)
+
+    async def _generate_async(self, *args: Any) -> list[Any]:
+        return self._raised(await super()._generate_async(*args))
+
+    def _raised(self, outputs: list[Any]) -> list[Any]:
+        """``outputs``, if no block that is installed failed for one of them."""
+        for output in outputs:
+            if error := getattr(output, "nnsight_error", None):
+                self._raise_here(error, None)
         return outputs
 
-    @staticmethod
-    def _collect(mediators: list[Any], outputs: list[Any]) -> None:
+    def _raise_here(self, error: dict[str, Any], filename: str | None) -> None:
+        """Raise a block's error; ``filename`` is where the trace is, if it is of its block."""
+        if "registration" in error:
+            filename = self.__dict__["_installed_in"].get(error["registration"])
+        _faults.raise_here(error, filename)
+
+    def _collect(self, mediators: list[Any], outputs: list[Any]) -> None:
         errors = [getattr(output, "nnsight_error", None) for output in outputs]
         for output in outputs:
             output.nnsight_error = None
@@ -472,7 +548,7 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
             output.nnsight_error = error
             if error:
                 filename = mediators[i].code.co_filename if i < len(mediators) else None
-                _faults.raise_here(error, filename)
+                self._raise_here(error, filename)
 
     # -- methods ---------------------------------------------------------------
 
@@ -523,6 +599,8 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
         """
         raise NotImplementedError(_ORDER)
 
+
+_CLOSED = "this model's engine was closed"
 
 _ORDER = (
     "not supported on the vllm engine: the forward order is measured on "

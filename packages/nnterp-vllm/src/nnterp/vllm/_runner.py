@@ -6,6 +6,9 @@ A block then travels by path: what it mentions of the tree is a name, whatever t
 from __future__ import annotations
 
 import base64
+import linecache
+import pickle
+import warnings
 from typing import Any
 
 import cloudpickle
@@ -26,7 +29,7 @@ from nnterp.core.tracing import KEEP, Block
 
 from . import _faults
 from ._travel import modules_of, travelling
-from ._watchdog import Watched
+from ._watchdog import Ended, Watched, deadline
 
 CONFIG_KEY = "nnterp"
 
@@ -56,17 +59,28 @@ class TokenBatcher(VLLMBatcher):
     def widen(self, full: Any, group: Any, edited: Any) -> Any:
         if edited is KEEP:
             return full
-        for mediator in self.interleaver.mediators:
-            if mediator.batch_group is group:
-                Block.of(mediator).wrote = True
+        self._mark(group)
         widened = super().widen(full, group, edited)
-        if (found := _shapes(widened)) != (expected := _shapes(full)):
+        found, expected = _tensors(widened), _tensors(full)
+        if [shape for shape, *_ in found] != [shape for shape, *_ in expected]:
             raise WrongShape(
                 f"a write keeps the shape; with this one the step's {expected} would be {found}"
             )
+        if found != expected:
+            # One row of another dtype would make everybody's rows another dtype.
+            raise TypeError(
+                f"a write keeps dtype and device; with this one the step's {expected} would be "
+                f"{found}"
+            )
         return widened
 
+    def _mark(self, group: Any) -> None:
+        for mediator in self.interleaver.mediators:
+            if mediator.batch_group is group:
+                Block.of(mediator).wrote = True
+
     def gather_skip(self, running: Any, group: Any, replacement: Any) -> Any:
+        self._mark(group)
         if group is not None and group[1] != self.total:
             raise ValueError(
                 "a module cannot be skipped while other requests run through it; for a block, "
@@ -75,63 +89,112 @@ class TokenBatcher(VLLMBatcher):
         return super().gather_skip(running, group, replacement)
 
 
-def _shapes(value: Any) -> list[tuple[int, ...]]:
-    found: list[tuple[int, ...]] = []
-    apply(value, lambda tensor: found.append(tuple(tensor.shape)), torch.Tensor)
+def _tensors(value: Any) -> list[tuple[tuple[int, ...], str, str]]:
+    """Shape, dtype and device of every tensor, in order."""
+    found: list[tuple[tuple[int, ...], str, str]] = []
+
+    def note(tensor: torch.Tensor) -> None:
+        found.append((tuple(tensor.shape), str(tensor.dtype), str(tensor.device)))
+
+    apply(value, note, torch.Tensor)
     return found
 
 
 class StandardRequests(Requests):
     """The blocks in flight, under the watchdog; their errors keep their types."""
 
-    def __init__(self, block_timeout: float) -> None:
+    def __init__(self, block_timeout: float, vocabulary: int, sampled: str) -> None:
         super().__init__()
         self.block_timeout = block_timeout
+        self.vocabulary = vocabulary
+        self.sampled = sampled
 
     def add(self, new_requests: list[Any], persistent_objects: dict[Any, Any]) -> None:
-        super().add(new_requests, persistent_objects)
+        with deadline(self.block_timeout):  # what travels is rebuilt by code of the caller's
+            super().add(new_requests, persistent_objects)
         for data in new_requests:
             for mediator in self.requests[data.req_id].workers():
                 if type(mediator) is Mediator:
                     mediator.__class__ = Watched
                     mediator.limit = self.block_timeout
+                    mediator.vocabulary = self.vocabulary
+                    mediator.sampled = self.sampled
 
-    def resume(self, spans: list[tuple[str, int]], resumed: set[str]) -> None:
+    def resume(
+        self, interleaver: Any, spans: list[tuple[str, int]], resumed: set[str]
+    ) -> None:
         """Go on with requests that the engine took out of the batch and computes anew.
 
         The step runs over all their tokens so far, of which a block is at the last. One that
         changed something is ended: what is computed anew has not its edits.
         """
         start = 0
-        for request_id, tokens in spans:
+        for row, (request_id, tokens) in enumerate(spans):
             request = self.requests.get(request_id)
             if request is not None and request_id in resumed:
                 for mediator in request.workers():
-                    self._resume(mediator, [start + tokens - 1, 1])
+                    if mediator.worker is None:
+                        continue
+                    last = [start + tokens - 1, 1]
+                    if mediator.batch_group is not None:
+                        mediator.batch_group = last
+                    if Block.of(mediator).wrote and mediator.exception is None:
+                        self._preempt(mediator)
+                        # Kept in the step, so that the request is ended by its next token.
+                        mediator.batch_group, mediator.row = last, row
+                        if mediator not in interleaver.mediators:
+                            interleaver.mediators.append(mediator)
             start += tokens
+        interleaver.reindex()
 
-    @staticmethod
-    def _resume(mediator: Mediator, last: list[int]) -> None:
-        if mediator.worker is None:
-            return
-        if mediator.batch_group is not None:
-            mediator.batch_group = last
-        if not Block.of(mediator).wrote or mediator.exception is not None:
-            return
-        error = Preempted(
+    def _preempt(self, mediator: Mediator) -> None:
+        error: BaseException = Preempted(
             "the engine ran out of cache and computes this request anew, without the edits its "
             "block made; run fewer requests at once, or give the engine more cache "
             "(kv_cache_memory_bytes=, gpu_memory_utilization=)"
         )
+        mediator.exception = error
         if mediator.alive:
             try:
-                mediator.worker.throw(error)
+                with deadline(self.block_timeout):
+                    mediator.worker.throw(error)
             except BaseException as thrown:
-                error = thrown if isinstance(thrown, Preempted) else error
+                if isinstance(thrown, Exception):
+                    mediator.exception = thrown
         mediator.pending = None
-        mediator.exception = error
-        # Kept in the step, so that the request is ended by its next token.
-        mediator.batch_group = last
+
+    def finish_dangling(self, mediator: Any, *args: Any, **kwargs: Any) -> None:
+        with deadline(self.block_timeout):  # the block's last lines may run here
+            super().finish_dangling(mediator, *args, **kwargs)
+
+    def serve_result(self, mediator: Any, output: Any) -> None:
+        super().serve_result(mediator, output)
+        if mediator is not None:
+            self._make_ready(mediator)
+
+    def harvest(self, finished: set[str]) -> None:
+        copies = [
+            (name, mediator)
+            for request in self.requests.values()
+            if request.named(finished)
+            for name, mediator in request.copies.items()
+        ]
+        for name, mediator in copies:
+            self._make_ready(mediator)
+            if error := getattr(mediator, "nnsight_error", None):
+                error["registration"] = name
+        super().harvest(finished)
+
+    def unregister(self, registration_id: str) -> None:
+        template = self.templates.get(registration_id)
+        super().unregister(registration_id)
+        self.forget(template)
+
+    @staticmethod
+    def forget(mediator: Mediator | None) -> None:
+        """Drop the source that nnsight keeps of a block, of which there is one a request."""
+        if mediator is not None:
+            linecache.cache.pop(mediator.code.co_filename, None)
 
     def record(self, mediator: Mediator) -> None:
         if mediator.exception is None and mediator.worker is not None and not mediator.alive:
@@ -139,10 +202,45 @@ class StandardRequests(Requests):
                 Block.of(mediator).check_late_edits()
             except Exception as error:
                 mediator.exception = error
-        super().record(mediator)
+        if isinstance(mediator.exception, Ended):
+            mediator.exception = mediator.exception.cause
+        try:
+            super().record(mediator)
+        except Exception:
+            kind = type(mediator.exception).__name__
+            mediator.exception = RuntimeError(f"the block raised {kind}, which has no text")
+            super().record(mediator)
         error = getattr(mediator, "nnsight_error", None)
         if error and mediator.exception is not None and "pickled" not in error:
             error["pickled"] = _faults.pickled(mediator.exception)
+
+    def make_ready(self, request: Any) -> None:
+        """Make what a request's blocks saved ready to leave the engine."""
+        for mediator in request.workers():
+            self._make_ready(mediator)
+
+    def _make_ready(self, mediator: Any) -> None:
+        """On the CPU, since the caller's process may have no device, and without what does not
+        arrive, which is the block's error."""
+        saved = getattr(mediator, "nnsight_saved", set())
+        for name in sorted(saved & set(mediator.lcls)):
+            value = mediator.lcls[name]
+            if current_platform.is_cuda_alike():
+                value = apply(value, lambda tensor: tensor.cpu(), torch.Tensor)
+                dict.__setitem__(mediator.lcls, name, value)
+            if _travels(value):
+                continue
+            try:
+                with deadline(self.block_timeout):
+                    pickle.loads(dumps_compact(value))
+            except Exception as error:
+                saved.discard(name)
+                mediator.presaved.discard(name)
+                unsent = TypeError(f"{name!r} was saved and cannot leave the engine: {error}")
+                mediator.nnsight_error = {
+                    **capture_exception(unsent),
+                    "pickled": _faults.pickled(unsent),
+                }
 
 
 class StandardRunner(NNsightGPUModelRunner):
@@ -168,7 +266,9 @@ class StandardRunner(NNsightGPUModelRunner):
         model.interleaver.batcher = TokenBatcher(model.interleaver)
         model.interleaver.defer_exceptions = True
         self.nnsight_model = model
-        self.nnsight_requests = StandardRequests(block_timeout)
+        self.nnsight_requests = StandardRequests(
+            block_timeout, self.model_config.get_vocab_size(), f"{model.path}.samples"
+        )
         self.nnsight_persistent_objects = {
             **model._remoteable_persistent_objects(),
             **{envoy.__dict__["_persistent_id"]: envoy for envoy in (model, *model.modules())},
@@ -180,8 +280,7 @@ class StandardRunner(NNsightGPUModelRunner):
         if resumed:
             tokens = scheduler_output.num_scheduled_tokens
             spans = [(rid, tokens[rid]) for rid in self.input_batch.req_ids if rid in tokens]
-            self.nnsight_requests.resume(spans, set(resumed))
-            self.nnsight_model.interleaver.reindex()
+            self.nnsight_requests.resume(self.nnsight_model.interleaver, spans, set(resumed))
         return updated
 
     def _finish_erred(self, sampler_output: Any) -> None:
@@ -203,41 +302,32 @@ class StandardRunner(NNsightGPUModelRunner):
         finished_request_ids: list[str] | None = None,
         outputs: dict[str, Any] | None = None,
     ) -> bytes | None:
-        finished = set(finished_request_ids or ())
-        for request in self.nnsight_requests.requests.values():
-            if finished and request.named(finished):
-                for mediator in request.workers():
-                    self._travel(mediator)
-        collected: bytes | None = super().collect_nnsight(
-            request_ids, finished_request_ids, outputs
-        )
+        requests, finished = self.nnsight_requests, set(finished_request_ids or ())
+        over = [request for request in requests.requests.values() if request.named(finished)]
+        requests.harvest(finished)
+        for request in over:
+            requests.make_ready(request)
+        with warnings.catch_warnings():
+            if outputs is None:
+                # Nobody waits for what was aborted, so nobody is told what it did not reach.
+                warnings.simplefilter("ignore", UserWarning)
+            collected: bytes | None = super().collect_nnsight(
+                request_ids, finished_request_ids, outputs
+            )
+        for request in over:
+            requests.forget(request.mediator)
         return collected
 
-    @staticmethod
-    def _travel(mediator: Any) -> None:
-        """Make what the block saved ready to leave: on the CPU, since the caller's process may
-        have no device, and without what cannot be pickled, which is the block's error."""
-        saved = getattr(mediator, "nnsight_saved", set())
-        for name in sorted(saved & set(mediator.lcls)):
-            value = mediator.lcls[name]
-            if current_platform.is_cuda_alike():
-                value = apply(value, lambda tensor: tensor.cpu(), torch.Tensor)
-                dict.__setitem__(mediator.lcls, name, value)
-            if _plain(value):
-                continue
-            try:
-                dumps_compact(value)
-            except Exception as error:
-                saved.discard(name)
-                unsent = TypeError(f"{name!r} was saved and cannot leave the engine: {error}")
-                mediator.nnsight_error = {
-                    **capture_exception(unsent),
-                    "pickled": _faults.pickled(unsent),
-                }
+
+def _travels(value: Any) -> bool:
+    """Whether a value is of tensors and simple containers alone, which always travel."""
+    try:
+        return _plain(value)
+    except RecursionError:
+        return False
 
 
 def _plain(value: Any) -> bool:
-    """Whether a value is of tensors and simple containers alone, which always travel."""
     if isinstance(value, (list, tuple)):
         return type(value) in (list, tuple) and all(map(_plain, value))
     if isinstance(value, dict):

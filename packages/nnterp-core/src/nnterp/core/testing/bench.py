@@ -26,9 +26,9 @@ LAST_ALONE = frozenset({"lm_head_output", "logits"})
 
 # Looser bounds, each with what was measured.
 LOOSER: Mapping[str, float] = {
-    # A score is a sum of head_dim products, and a row of one or two may all but cancel: 1.8e-5 on
-    # the tiny llama, beside other prompts.
-    "attention_scores": 5e-5,
+    # A score is a sum of head_dim products, and a row of one or two may all but cancel: 5.2e-5 on
+    # the tiny qwen3, on transformers, beside other prompts.
+    "attention_scores": 1e-4,
 }
 
 # Where the search for the forward order begins. Nothing depends on its being right.

@@ -228,8 +228,8 @@ def cases(
             # Late in the model only the last position still reaches the last logits.
             at_end = Case(here.name, "write", (Change(key, way, position=-1),))
             add(here, at_end)
-        # The mask of a step is of that step alone; the oracle carries it on.
-        for step in (1,) if name == "attention_mask" else (0, 1):
+        # Whether a step's mask counts for later ones is the caller's choice, not the model's.
+        for step in () if name == "attention_mask" else (0, 1):
             change = Change(key, "assignment", step=step)
             add(
                 Case(

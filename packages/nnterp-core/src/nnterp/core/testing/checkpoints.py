@@ -43,6 +43,29 @@ _CONVERTER = 2
 
 
 @dataclass(frozen=True)
+class MixtureReference:
+    """Where plain transformers computes the values of a mixture of experts.
+
+    A block is sparse that has the experts. Paths start at the block.
+
+    Attributes:
+        router: the router, whose first linear map gives the logits.
+        experts: the experts, which take tokens, indices and weights by position.
+        weights: the position of the weights in what the router gives.
+        indices: the position of the indices.
+        shared: the expert that every token is given to, or None.
+        shared_gate: the projection whose sigmoid scales what ``shared`` gives, or None.
+    """
+
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts"
+    weights: int = 1
+    indices: int = 2
+    shared: str | None = None
+    shared_gate: str | None = None
+
+
+@dataclass(frozen=True)
 class Reference:
     """Where plain transformers computes each value of one architecture.
 
@@ -62,7 +85,9 @@ class Reference:
         multiplier: the block's attribute that holds a factor on both contributions.
         middle: where the stream between the two sublayers is: the input or the output of a
             module; None in a parallel block, which has none.
-        down: the feed-forward's last projection, whose input is the neurons.
+        down: the feed-forward's last projection, whose input is the neurons. A block that has
+            a mixture instead has no neurons.
+        mixture: what the feed-forward of a sparse block is, or None where every block is dense.
         keys_expanded: whether keys and values are repeated for the groups before the cache.
         normed_output: whether ``layer_output`` is a norm's output, so that the
             contributions do not sum to it.
@@ -82,6 +107,7 @@ class Reference:
     down: str = "mlp.down_proj"
     keys_expanded: bool = False
     normed_output: bool = False
+    mixture: MixtureReference | None = None
 
 
 # Compared by identity: the mappings inside have no hash, and a recipe is a good cache key.
@@ -444,6 +470,13 @@ RECIPES: dict[str, Recipe] = _recipes(
         model_type="arcee",
         config=_OWN_HEAD_DIM | {"attention_bias": True, "mlp_bias": True},
         tags=frozenset({"bias", "groups", "head_dim"}),
+    ),
+    Recipe(
+        name="mixtral",
+        model_type="mixtral",
+        config=_OWN_HEAD_DIM | {"num_local_experts": 4, "num_experts_per_tok": 2},
+        reference=Reference(mixture=MixtureReference()),
+        tags=frozenset({"groups", "head_dim", "mixture"}),
     ),
 )
 

@@ -68,7 +68,11 @@ class Record:
           ``[1, kv_heads, seq, head_dim]``;
         - ``layers.I.self_attn.attention_scores``, ``.attention_probabilities``
           ``[1, heads, seq, all]``, masked scores -inf; a window masks and does not shorten;
-        - ``layers.I.self_attn.attention_head_outputs`` ``[1, seq, heads, head_dim]``.
+        - ``layers.I.self_attn.attention_head_outputs`` ``[1, seq, heads, head_dim]``;
+        - of a sparse block, instead of the neurons, ``layers.I.mlp.router_logits``
+          ``[1, seq, experts]``, ``.expert_weights``, ``.expert_indices`` ``[1, seq, top_k]``,
+          ``.expert_outputs`` ``[1, seq, top_k, hidden]``, ``.routed_output`` and, with a shared
+          expert, ``.shared_expert_output`` ``[1, seq, hidden]``.
 
         Raises:
             KeyError: the step has no such value; the message lists those it has.
@@ -211,7 +215,40 @@ class Oracle:
                 hooks += self._watch_block(tap, index, block)
                 attention = block.get_submodule(where.attention)
                 stack.enter_context(_watched_attention(tap, f"layers.{index}.self_attn", attention))
+                if self._is_sparse(block):
+                    stack.enter_context(self._watched_mixture(tap, f"layers.{index}.mlp", block))
             yield
+
+    def _is_sparse(self, block: Any) -> bool:
+        where = self.reference.mixture
+        return where is not None and _submodule(block, where.experts) is not None
+
+    @contextmanager
+    def _watched_mixture(self, tap: _Tap, prefix: str, block: Any) -> Iterator[None]:
+        where = self.reference.mixture
+        assert where is not None
+        router = block.get_submodule(where.router)
+        experts = block.get_submodule(where.experts)
+        factor = 1.0 if (name := self.reference.multiplier) is None else float(getattr(block, name))
+        hooks = [
+            _watch_output(tap, f"{prefix}.expert_weights", router, part=where.weights),
+            _watch_output(tap, f"{prefix}.expert_indices", router, part=where.indices),
+            _watch_output(tap, f"{prefix}.routed_output", experts, factor),
+        ]
+        if where.shared is not None:
+            gate = None if where.shared_gate is None else block.get_submodule(where.shared_gate)
+            shared = block.get_submodule(where.shared)
+            hooks.append(
+                _watch_gated(tap, f"{prefix}.shared_expert_output", shared, gate, factor)
+            )
+        try:
+            with (
+                _watched_router(tap, f"{prefix}.router_logits", router),
+                _one_by_one(tap, f"{prefix}.expert_outputs", experts, factor),
+            ):
+                yield
+        finally:
+            _remove(hooks)
 
     def _module(self, path: str) -> Any:
         return self.model.get_submodule(path)
@@ -241,7 +278,6 @@ class Oracle:
             _watch_output(tap, f"{prefix}.layer_output", block),
             _watch_output(tap, key_a, added_a, factor),
             _watch_output(tap, key_m, added_m, factor),
-            _watch_input(tap, f"{prefix}.mlp.mlp_neurons", block.get_submodule(where.down)),
             _watch_heads(
                 tap,
                 f"{prefix}.self_attn.attention_head_outputs",
@@ -249,6 +285,9 @@ class Oracle:
                 self.heads,
             ),
         ]
+        if not self._is_sparse(block):
+            down = block.get_submodule(where.down)
+            hooks.append(_watch_input(tap, f"{prefix}.mlp.mlp_neurons", down))
         if where.middle is not None:
             side, path = where.middle
             watch = _watch_shared_input if side == "input" else _watch_output
@@ -404,12 +443,8 @@ def _watched_attention(tap: _Tap, prefix: str, attention: Any) -> Iterator[None]
             raise RuntimeError(f"the eager attention of {prefix} was not recognized")
         return output
 
-    attention.forward = forward
-    try:
+    with _replaced(attention, forward):
         yield
-    finally:
-        # The class's own method shows again.
-        del attention.forward
 
 
 def _watch_input(tap: _Tap, key: str, module: Any) -> Any:
@@ -439,11 +474,13 @@ def _watch_shared_input(tap: _Tap, key: str, module: Any) -> Any:
     return module.register_forward_pre_hook(hook)
 
 
-def _watch_output(tap: _Tap, key: str, module: Any, factor: float = 1.0) -> Any:
-    """A module's output, or the first part of it, times a factor that the block applies."""
+def _watch_output(
+    tap: _Tap, key: str, module: Any, factor: float = 1.0, part: int = 0
+) -> Any:
+    """A module's output, or one part of it, times a factor that the block applies."""
 
     def hook(module: Any, args: tuple[Any, ...], output: Any) -> Any:
-        native = output[0] if isinstance(output, tuple) else output
+        native = output[part] if isinstance(output, tuple) else output
         value = _with_batch(native) if factor == 1.0 else _with_batch(native) * factor
         edited = tap(key, value)
         if edited is None:
@@ -452,9 +489,110 @@ def _watch_output(tap: _Tap, key: str, module: Any, factor: float = 1.0) -> Any:
             # An entry that was left alone stays bit-equal.
             edited = torch.where(edited == value, _with_batch(native), edited / factor)
         edited = edited.reshape(native.shape)
-        return (edited, *output[1:]) if isinstance(output, tuple) else edited
+        if not isinstance(output, tuple):
+            return edited
+        return (*output[:part], edited, *output[part + 1 :])
 
     return module.register_forward_hook(hook)
+
+
+def _watch_gated(tap: _Tap, key: str, module: Any, gate: Any, factor: float) -> Any:
+    """A module's output times the sigmoid of a projection of its input, if there is one."""
+
+    def hook(module: Any, args: tuple[Any, ...], output: Tensor) -> Any:
+        scale = factor if gate is None else factor * gate(args[0]).sigmoid()
+        value = _with_batch(output * scale)
+        edited = tap(key, value)
+        if edited is None:
+            return None
+        kept = (edited == value).reshape(output.shape)
+        return torch.where(kept, output, edited.reshape(output.shape) / scale)
+
+    return module.register_forward_hook(hook)
+
+
+class _RouterMode(TorchFunctionMode):
+    """Watches the first linear map of a router's forward."""
+
+    def __init__(self, tap: _Tap, key: str) -> None:
+        super().__init__()
+        self.seen = False
+        self._tap = tap
+        self._key = key
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self.seen or self._tap.editing or func is not functional.linear:
+            return result
+        self.seen = True
+        return self._tap.passed(self._key, result[None])[0]
+
+
+@contextmanager
+def _watched_router(tap: _Tap, key: str, router: Any) -> Iterator[None]:
+    native = router.forward
+
+    def forward(*args: Any) -> Any:
+        with _RouterMode(tap, key) as mode:
+            output = native(*args)
+        if not mode.seen:
+            raise RuntimeError(f"the router of {key} was not recognized")
+        return output
+
+    with _replaced(router, forward):
+        yield
+
+
+@contextmanager
+def _one_by_one(tap: _Tap, key: str, experts: Any, factor: float) -> Iterator[None]:
+    """The experts, each token and each of its experts apart."""
+
+    def forward(tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        outputs = tokens.new_zeros(*indices.shape, tokens.shape[-1])
+        for index in range(experts.num_experts):
+            chosen = indices == index
+            outputs[chosen] = _expert(experts, index, tokens[chosen.nonzero()[:, 0]])
+        value = outputs[None] * factor
+        edited = tap(key, value)
+        if edited is not None:
+            outputs = torch.where(edited == value, outputs[None], edited / factor)[0]
+        return (outputs * weights[..., None]).sum(1).to(tokens.dtype)
+
+    with _replaced(experts, forward):
+        yield
+
+
+def _expert(experts: Any, index: int, tokens: Tensor) -> Tensor:
+    def project(name: str, entering: Tensor) -> Tensor:
+        weight = getattr(experts, name)[index]
+        bias = getattr(experts, f"{name}_bias")[index] if experts.has_bias else 0.0
+        return entering @ (weight if experts.is_transposed else weight.T) + bias
+
+    neurons = experts._apply_gate(project("gate_up_proj", tokens))
+    return project("down_proj", neurons)
+
+
+@contextmanager
+def _replaced(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
+    module.forward = forward
+    try:
+        yield
+    finally:
+        # The class's own method shows again.
+        del module.forward
+
+
+def _submodule(block: Any, path: str) -> Any:
+    """The module at a path, or None."""
+    for name in path.split("."):
+        block = getattr(block, name, None)
+    return block
 
 
 def _watch_heads(tap: _Tap, key: str, projection: Any, heads: int) -> Any:

@@ -25,7 +25,7 @@ from nnterp.core.testing.adapters import Adapter, Subject, subjects
 from nnterp.core.testing.bench import Bench, Worst
 from nnterp.core.testing.cases import PROMPTS
 from nnterp.core.testing.checkpoints import RECIPES, Recipe, build
-from nnterp.core.testing.faults import Fault, fault_of
+from nnterp.core.testing.faults import Fault, Known, Missing
 from nnterp.core.testing.references import References, references
 
 
@@ -39,7 +39,7 @@ class Plugin:
     Args:
         adapters: the engines, the one that the others are compared with first.
         recipes: the checkpoints.
-        faults: the known faults of the engines.
+        known: their known faults, and what they cannot load.
     """
 
     def __init__(
@@ -47,10 +47,10 @@ class Plugin:
         adapters: Sequence[Adapter],
         *,
         recipes: Sequence[Recipe] = tuple(RECIPES.values()),
-        faults: Sequence[Fault] = (),
+        known: Known = Known(),
     ) -> None:
         self.adapters = list(adapters)
-        self.faults = list(faults)
+        self.known = known
         self.subjects = subjects(adapters, recipes)
         # What the first engine served, for the others to be compared with.
         self.peers: dict[str, Bench] = {}
@@ -61,30 +61,25 @@ class Plugin:
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         wanted = metafunc.fixturenames
+        if "missing" in wanted:
+            lacking = [one for one in self.subjects if self.known.lacks(one) is not None]
+            metafunc.parametrize("missing", _parameters(lacking), indirect=True)
         if "bench" not in wanted:
             return
         if "name" in wanted:
             metafunc.parametrize("name", list(VOCABULARY))
-        chosen = self.subjects
+        chosen = [one for one in self.subjects if self.known.lacks(one) is None]
         if "fault" in wanted:
-            chosen = [one for one in chosen if fault_of(one, self.faults) is not None]
+            chosen = [one for one in chosen if self.known.fault(one) is not None]
         if "peer" in wanted:
             # Where one of the two has a known fault they differ by it.
             chosen = [
                 one
                 for one in chosen
                 if (other := self.peer_of(one)) is not None
-                and fault_of(one, self.faults) is fault_of(other, self.faults) is None
+                and self.known.fault(one) is self.known.fault(other) is None
             ]
-        metafunc.parametrize(
-            "bench",
-            [
-                pytest.param(one, id=one.label, marks=pytest.mark.xdist_group(one.group))
-                for one in chosen
-            ],
-            indirect=True,
-            scope="session",
-        )
+        metafunc.parametrize("bench", _parameters(chosen), indirect=True, scope="session")
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -100,7 +95,7 @@ class Plugin:
     def peer_of(self, subject: Subject) -> Subject | None:
         """The subject of the same checkpoint on the first engine, for the others."""
         for other in self.subjects:
-            if other.recipe is subject.recipe:
+            if other.recipe is subject.recipe and self.known.lacks(other) is None:
                 return None if other is subject else other
         return None
 
@@ -123,7 +118,7 @@ class Plugin:
 
     def answers(self, subject: Subject) -> References:
         """What the subject is held to."""
-        fault = fault_of(subject, self.faults)
+        fault = self.known.fault(subject)
         patch = None if fault is None else fault.patch
         return references(build(subject.recipe), subject.recipe, patch)
 
@@ -184,9 +179,15 @@ class Plugin:
             terminalreporter.write_line(f"{worst.error:9.1e}  {label}: {worst.where}")
 
 
+def _parameters(chosen: Sequence[Subject]) -> list[Any]:
+    return [
+        pytest.param(one, id=one.label, marks=pytest.mark.xdist_group(one.group)) for one in chosen
+    ]
+
+
 def _subject(item: Any) -> Subject | None:
     parameters: dict[str, Any] = getattr(getattr(item, "callspec", None), "params", {})
-    subject = parameters.get("bench")
+    subject = parameters.get("bench", parameters.get("missing"))
     return subject if isinstance(subject, Subject) else None
 
 
@@ -198,7 +199,7 @@ def install(
     adapters: Sequence[Adapter],
     *,
     recipes: Sequence[Recipe] = tuple(RECIPES.values()),
-    faults: Sequence[Fault] = (),
+    known: Known = Known(),
 ) -> Plugin:
     """Have the conformance tests run on these engines; for a conftest's ``pytest_configure``.
 
@@ -206,9 +207,9 @@ def install(
         config: pytest's.
         adapters: the engines, the one that the others are compared with first.
         recipes: the checkpoints.
-        faults: the known faults of the engines.
+        known: their known faults, and what they cannot load.
     """
-    plugin = Plugin(adapters, recipes=recipes, faults=faults)
+    plugin = Plugin(adapters, recipes=recipes, known=known)
     config.stash[_STASH] = plugin
     config.pluginmanager.register(plugin, "nnterp-conformance")
     config.pluginmanager.register(sys.modules[__name__], "nnterp-conformance-fixtures")
@@ -232,7 +233,7 @@ def peer(request: pytest.FixtureRequest, bench: Bench) -> Bench:
 @pytest.fixture
 def fault(request: pytest.FixtureRequest, bench: Bench) -> Fault:
     """The known fault of the subject."""
-    found = fault_of(bench.subject, request.config.stash[_STASH].faults)
+    found = request.config.stash[_STASH].known.fault(bench.subject)
     assert found is not None
     return found
 
@@ -242,3 +243,17 @@ def unpatched(bench: Bench) -> References:
     """What plain transformers computes for the checkpoint."""
     recipe = bench.subject.recipe
     return references(build(recipe), recipe)
+
+
+@pytest.fixture
+def missing(request: pytest.FixtureRequest) -> tuple[Subject, Missing]:
+    """A subject that cannot be loaded, and why."""
+    found = request.config.stash[_STASH].known.lacks(request.param)
+    assert found is not None
+    return request.param, found
+
+
+@pytest.fixture
+def suite(request: pytest.FixtureRequest) -> Plugin:
+    """All that is tested here: engines, subjects, what is known of them."""
+    return request.config.stash[_STASH]

@@ -8,8 +8,11 @@ from __future__ import annotations
 from ._attention import pattern as pattern
 from ._attention import scores as scores
 from ._generic import generic as generic
+from ._hosts import UNSHARED as UNSHARED
+from ._hosts import WEIGHTED_INPUT as WEIGHTED_INPUT
 from ._hosts import Attention as Attention
 from ._hosts import Layer as Layer
+from ._hosts import Mixture as Mixture
 from ._hosts import Mlp as Mlp
 from ._hosts import Named as Named
 from ._hosts import OnBlock as OnBlock
@@ -30,6 +33,7 @@ from ._lenses import Item as Item
 from ._lenses import Lens as Lens
 from ._lenses import Scaled as Scaled
 from ._lenses import Summed as Summed
+from ._lenses import multiplied as multiplied
 from ._prompts import encode as encode
 from ._prompts import is_chat as is_chat
 from ._standardized import Standardized as Standardized

@@ -15,6 +15,8 @@ def scores(
     scale: float,
     softcap: float | None = None,
     window: int | None = None,
+    chunk: int | None = None,
+    start: Tensor | int = 0,
     slopes: Sequence[float] | None = None,
 ) -> Tensor:
     """What enters the softmax, ``[batch, heads, query, key]``; masked entries are ``-inf``.
@@ -25,6 +27,8 @@ def scores(
         scale: factor on the dot products.
         softcap: ``c`` of ``c * tanh(scores / c)``, taken after the scale.
         window: how many positions a query sees, its own included.
+        chunk: how long the chunks are of which a query sees its own alone.
+        start: the position of the first key in the prompt, or each row's, ``[batch, 1, 1, 1]``.
         slopes: what each head adds for each position of the key (ALiBi).
     """
     groups = queries.shape[1] // keys.shape[1]
@@ -40,9 +44,19 @@ def scores(
     hidden = columns > rows
     if window is not None:
         hidden = hidden | (columns <= rows - window)
+    if chunk is not None:
+        hidden = hidden | ((columns + start) // chunk != (rows + start) // chunk)
     return found.masked_fill(hidden, float("-inf"))
 
 
-def pattern(scores: Tensor) -> Tensor:
-    """Softmax over the keys in float32, in the scores' own dtype."""
+def pattern(scores: Tensor, sinks: Tensor | None = None) -> Tensor:
+    """Softmax over the keys in float32, in the scores' own dtype.
+
+    Args:
+        scores: ``[batch, heads, query, key]``.
+        sinks: each head's score of no key, which takes its share of the row: ``[heads]``.
+    """
+    if sinks is not None:
+        beside = sinks.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:-1], 1)
+        return pattern(torch.cat([scores, beside], -1))[..., :-1]
     return torch.softmax(scores, dim=-1, dtype=torch.float32).to(scores.dtype)

@@ -226,12 +226,12 @@ class Attention(Sublayer):
     @property
     def head_dim(self) -> int:
         """The width of a value head."""
-        return architectures.head_dim(self.config)
+        return self.facts.head_dim(self.config)
 
     @property
     def qk_head_dim(self) -> int:
         """The width of a query or key head."""
-        return self.head_dim
+        return self.facts.qk_head_dim(self.config)
 
 
 class Mlp(Sublayer):
@@ -253,11 +253,43 @@ class Mlp(Sublayer):
 
 
 DENSE = "a dense block routes nothing; only a mixture of experts has it"
+UNSHARED = "this mixture has no shared expert; routed_output is all of mlp_output"
+SPARSE = (
+    "a mixture has no neurons of its own, each expert has; read expert_outputs, or routed_output"
+)
+WEIGHTED_INPUT = (
+    "this model scales what enters an expert by its weight, so an expert has no unweighted output; "
+    "read routed_output"
+)
 
 for _name in MIXTURE:
     _value = unavailable(DENSE)
     _value.__set_name__(Mlp, _name)
     setattr(Mlp, _name, _value)
+
+
+class Mixture(Mlp):
+    """A mixture of experts for a feed-forward."""
+
+    mlp_neurons: layouts.Neurons = unavailable(SPARSE)
+    router_logits: layouts.RouterLogits = unavailable("its family does not say where it is")
+    expert_weights: layouts.ExpertWeights = unavailable("its family does not say where it is")
+    expert_indices: layouts.ExpertIndices = unavailable("its family does not say where it is")
+    expert_outputs: layouts.ExpertOutputs = unavailable("its family does not say where it is")
+    routed_output: layouts.Residual = unavailable("its family does not say where it is")
+    shared_expert_output: layouts.Residual = unavailable("its family does not say where it is")
+
+    @property
+    def mixture(self) -> architectures.Mixture:
+        """The facts of the architecture's mixtures."""
+        found = self.facts.mixture
+        assert found is not None
+        return found
+
+    @property
+    def intermediate_size(self) -> int:
+        """The number of neurons of one expert."""
+        return self.mixture.intermediate_size(self.config)
 
 
 def bound(base: type[Any], architecture: Architecture, **attributes: Any) -> type[Any]:

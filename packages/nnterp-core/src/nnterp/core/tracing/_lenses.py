@@ -149,6 +149,12 @@ class Scaled(Lens):
         return torch.where(new == old, raw + (new - old) / factor, new / factor)
 
 
+def multiplied(host: Any, lens: Lens) -> Lens:
+    """``lens`` times the architecture's factor on contributions, where it has one."""
+    multiplier = host.facts.residual_multiplier
+    return lens if multiplier is None else lens | Scaled(lambda h: multiplier(h.config))
+
+
 class Summed(Lens):
     """An output and a bias that the caller adds to it, ``(output, bias)``; the bias may be
     ``None``. Entries that a write leaves equal stay bit-equal."""

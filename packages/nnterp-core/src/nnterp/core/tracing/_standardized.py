@@ -10,7 +10,6 @@ import nnsight
 import torch
 from torch import Tensor
 
-from .. import architectures
 from .. import families as registry
 from .._errors import Unavailable, WrongShape
 from .._layouts import Layout
@@ -181,12 +180,16 @@ class Standardized(Named):
     @property
     def head_dim(self) -> int:
         """The width of a value head."""
-        return self._size("head_dim", lambda: architectures.head_dim(self.text_config))
+        return self._size(
+            "head_dim", lambda: (self.architecture or _PLAIN).head_dim(self.text_config)
+        )
 
     @property
     def qk_head_dim(self) -> int:
         """The width of a query or key head."""
-        return self._size("qk_head_dim", lambda: self.head_dim)
+        return self._size(
+            "qk_head_dim", lambda: (self.architecture or _PLAIN).qk_head_dim(self.text_config)
+        )
 
     @property
     def intermediate_size(self) -> int:

@@ -102,6 +102,7 @@ class Block:
         step: the step of the run the block is at.
         last: the value read or written last, for messages.
         wrote: whether it changed anything the model computes with.
+        asked: the point of the standard value asked for last.
     """
 
     held: list[_Held] = field(default_factory=list)
@@ -111,6 +112,7 @@ class Block:
     step: int = 0
     last: str | None = None
     wrote: bool = False
+    asked: tuple[str, int] | None = None
 
     @staticmethod
     def of(mediator: Mediator) -> Block:
@@ -340,8 +342,8 @@ class Value(eproperty):
             )
         if occurrence > 0 and site.decode is not None:
             raise self._unavailable(host, site.decode)
-        block.last = label
-        return site, mediator, block, (location, occurrence)
+        block.last, block.asked = label, (location, occurrence)
+        return site, mediator, block, block.asked
 
     def _raw(
         self, site: Site, host: Any, mediator: Mediator, block: Block, point: tuple[str, int]
