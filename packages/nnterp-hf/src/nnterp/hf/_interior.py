@@ -13,21 +13,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from nnsight.intervention.source import (
-    SourceNotAvailable,
-    compiled,
-    decorator_chain,
-    install_source,
-    instrument,
-    make_op,
-)
+from nnsight.intervention.source import instrument, make_op
 from torch import Tensor
 
 from nnterp.core import tracing
-from nnterp.core.tracing import Argument, Derived, First, Lens, Site, own, under
+from nnterp.core.tracing import Argument, Derived, First, Lens, Site, opened, operations, own, under
 
 # transformers' implementations that take a softcap and apply none.
 NO_SOFTCAP = frozenset({"sdpa"})
+
+_FIRST = Argument(0)
 
 
 def _shared_function(host: Any) -> Any:
@@ -45,6 +40,7 @@ class Call:
         heads_first: whether it gives ``[batch, heads, seq, head_dim]``.
         function: host to the function that it calls under ``eager``.
         softmax, dropout: the operations in there that take the scores and give the pattern.
+        scores: where the scores are in what ``softmax`` takes.
     """
 
     name: str = "attention_interface_1"
@@ -53,25 +49,18 @@ class Call:
     function: Callable[[Any], Any] = _shared_function
     softmax: str = "nn_functional_softmax_0"
     dropout: str = "nn_functional_dropout_0"
+    scores: Lens = _FIRST
 
 
 SHARED = Call()
 """transformers' own attention interface."""
 
 
-def _operations(function: Any) -> tuple[str, ...]:
-    function = getattr(function, "__func__", function)
-    try:
-        return compiled(decorator_chain(function)[0]).names
-    except SourceNotAvailable:
-        return ()
-
-
 def refused(host: Any, name: str, function: Any = None) -> str | None:
     """Why an operation of the host's forward, or of a function that it calls, cannot be found,
     or ``None``."""
     module = type(host._module)
-    if name in _operations(function or module.forward):
+    if name in operations(function or module.forward):
         return None
     import transformers
 
@@ -87,14 +76,9 @@ def _refused(host: Any) -> str | None:
     return refused(host, host.call.name)
 
 
-def opened(host: Any) -> None:
-    """Serve the operations of the attention's forward."""
-    install_source(host)
-
-
 def _open_eager(host: Any) -> None:
     """Serve the operations inside the eager call as well."""
-    install_source(host)
+    opened(host)
     base, interleaver = f"{host.path}.source.{host.call.name}", host.interleaver
     # nnsight asks the running call for its function; here it is known beforehand, so that
     # several blocks of one trace can look inside the same call.
@@ -170,20 +154,22 @@ def _call_scores(raw: Any, host: Any) -> Tensor:
 
 def recomputed_scores(queries: Tensor, keys: Tensor, host: Any) -> Tensor:
     """Scores from queries and from all keys so far, padding masked."""
-    facts, config = host.facts.attention, host.config
-    uncapped = host.root.attn_implementation in NO_SOFTCAP
+    facts, config, root = host.facts.attention, host.config, host.root
+    starts = root.starts(tracing.running(), keys.shape[2]) or [0]
+    start = torch.tensor(starts, device=keys.device).view(-1, 1, 1, 1)
     found = tracing.scores(
         queries,
         keys,
         scale=1.0 if facts.scaled_queries else facts.scale(config, host.index),
-        softcap=None if uncapped else facts.softcap(config),
+        softcap=None if root.attn_implementation in NO_SOFTCAP else facts.softcap(config),
         window=facts.window(config, host.index),
+        chunk=facts.chunk(config, host.index),
+        start=start,
         slopes=facts.slopes(config),
     )
-    pads = host.root.padding(tracing.running(), found.shape[-1])
-    if any(pads):
+    if min(starts) < 0:
         columns = torch.arange(found.shape[-1], device=found.device)
-        front = torch.tensor(pads, device=found.device).view(-1, 1, 1, 1)
+        front = (-start).clamp_min(0)
         slopes = facts.slopes(config)
         if slopes is not None:
             # A key's position counts from its own prompt's first token.
@@ -194,7 +180,9 @@ def recomputed_scores(queries: Tensor, keys: Tensor, host: Any) -> Tensor:
 
 def _call_pattern(raw: Any, host: Any) -> Tensor:
     # A row of padding sees nothing at all; its pattern is zero rather than undefined.
-    return tracing.pattern(_call_scores(raw, host)).nan_to_num(0.0)
+    name = host.facts.attention.sinks
+    sinks = None if name is None else getattr(host._module, name)
+    return tracing.pattern(_call_scores(raw, host), sinks).nan_to_num(0.0)
 
 
 def _at(side: str) -> Callable[[Any], str]:
@@ -238,7 +226,7 @@ def _inside(host: Any, operation: str, side: str, lens: Lens, recompute: Any) ->
     if implementation != "eager":
         return Site(_at("input"), Derived(recompute, instead_of(implementation)), prepare=opened)
     function = host.call.function(host)
-    if function is None or operation not in _operations(function):
+    if function is None or operation not in operations(function):
         return (
             f"the eager attention of {type(host._module).__name__} has no operation {operation!r}"
         )
@@ -247,7 +235,8 @@ def _inside(host: Any, operation: str, side: str, lens: Lens, recompute: Any) ->
 
 def scores(host: Any) -> Site | str:
     """``[batch, heads, query, key]``, masked entries ``-inf``."""
-    return _inside(host, host.call.softmax, "input", Argument(0) | Masked(), _call_scores)
+    lens = host.call.scores | Masked()
+    return _inside(host, host.call.softmax, "input", lens, _call_scores)
 
 
 def pattern(host: Any) -> Site | str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from nnsight.intervention.source import install_source, instrument, make_op
+from nnsight.intervention.source import instrument, make_op
 from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -23,15 +23,17 @@ from nnterp.core.tracing import (
     WEIGHTED_INPUT,
     First,
     Item,
+    Lens,
     Site,
     beside,
     multiplied,
+    opened,
     own,
     under,
     value,
 )
 
-from ._interior import opened, refused
+from ._interior import refused
 from ._rows import Flattened
 
 _CALL = "experts_forward_1"
@@ -71,32 +73,54 @@ _KERNELS = {
 }
 
 
+def _opened(host: Any) -> None:
+    """Serve the operations of the mixture, whichever of its values is asked for first."""
+    opened(host.get(host.routing.name))
+    if host.mixture.shared is not None:
+        opened(host)
+    if not isinstance(type(host).expert_outputs.site(host), str):
+        _serve_outputs(host)
+
+
 def _scores(host: Any) -> Site | str:
-    router = host.get(host.router.name)
+    router = host.get(host.routing.name)
     return refused(router, "router_logits_0") or Site(
-        under(host.router.name, "source.router_logits_0.output"),
-        Flattened(),
-        prepare=lambda host: opened(host.get(host.router.name)),
+        under(host.routing.name, "source.router_logits_0.output"), Flattened(), prepare=_opened
     )
 
 
-def _routing(which: str) -> Callable[[Any], Site | str]:
+def routed_by(lens: Lens) -> Callable[[Any], Site | str]:
+    """A value in what the router gives, where the experts take it from."""
+    return lambda host: Site(under(host.routing.name, "output"), lens, prepare=_opened)
+
+
+def mixture_operation(location: str) -> Callable[[Any], Site | str]:
+    """A part of the output at an operation of the mixture's own forward: ``"sum_0.output"``."""
+    name = location.rsplit(".", 1)[0]
+
     def resolve(host: Any) -> Site | str:
-        position: int = getattr(host.router, which)
-        return Site(under(host.router.name, "output"), Item(position) | Flattened())
+        return refused(host, name) or Site(
+            own(f"source.{location}"), multiplied(host, Flattened()), prepare=_opened
+        )
 
     return resolve
+
+
+def _weights(host: Any) -> Site | str:
+    return routed_by(Item(host.routing.weights) | Flattened())(host)
+
+
+def _indices(host: Any) -> Site | str:
+    return routed_by(Item(host.routing.indices) | Flattened())(host)
 
 
 def _shared(host: Any) -> Site | str:
     facts = host.mixture
     if facts.shared is None:
         return UNSHARED
-    lens = multiplied(host, Flattened())
-    if facts.shared_gate is None:
-        return Site(under(facts.shared, "output"), lens)
-    scaled = "shared_expert_output_1"
-    return refused(host, scaled) or Site(own(f"source.{scaled}.output"), lens, prepare=opened)
+    if facts.shared_gate is not None:
+        return mixture_operation("shared_expert_output_1.output")(host)
+    return Site(under(facts.shared, "output"), multiplied(host, Flattened()), prepare=_opened)
 
 
 def _implementation(host: Any) -> str:
@@ -125,15 +149,13 @@ def _outputs(host: Any) -> Site | str:
         )
         if reason:
             return reason
-    return Site(
-        under("experts", _APART), multiplied(host, Flattened(axes=2)), prepare=_serve_outputs
-    )
+    return Site(under("experts", _APART), multiplied(host, Flattened(axes=2)), prepare=_opened)
 
 
 def _serve_outputs(host: Any) -> None:
     """Serve the experts' outputs as ``[tokens, top_k, hidden]`` inside the experts' call."""
     experts = host.get("experts")
-    install_source(experts)
+    opened(experts)
     base, interleaver = f"{experts.path}.source.{_CALL}", experts.interleaver
     if interleaver.sourced.get(base) is not None:
         return
@@ -171,7 +193,7 @@ def _apart(interleaver: Any, at: str, rows: Tensor, top_k: int, order: list[Tens
 class Mixture(tracing.Mixture, StandardMlp):
     """A mixture of experts; the values that add up to its output have its multiplier on them."""
 
-    router: ClassVar[Router] = Router()
+    routing: ClassVar[Router] = Router()
 
     mlp_output: layouts.Residual = value(
         lambda host: Site(
@@ -179,10 +201,12 @@ class Mixture(tracing.Mixture, StandardMlp):
         )
     )
     router_logits: layouts.RouterLogits = value(_scores)
-    expert_weights: layouts.ExpertWeights = value(_routing("weights"))
-    expert_indices: layouts.ExpertIndices = value(_routing("indices"))
+    expert_weights: layouts.ExpertWeights = value(_weights)
+    expert_indices: layouts.ExpertIndices = value(_indices)
     expert_outputs: layouts.ExpertOutputs = value(_outputs)
     routed_output: layouts.Residual = value(
-        lambda host: Site(under("experts", "output"), multiplied(host, Flattened()))
+        lambda host: Site(
+            under("experts", "output"), multiplied(host, Flattened()), prepare=_opened
+        )
     )
     shared_expert_output: layouts.Residual = value(_shared)

@@ -40,6 +40,7 @@ from nnterp.core.tracing import (
     is_chat,
     model_type_of,
     own,
+    released,
     running,
     under,
     value,
@@ -299,8 +300,9 @@ class StandardizedTransformer(Standardized, TransformersModel, StandardModel):
 
     # -- rows ------------------------------------------------------------------
 
-    def padding(self, mediator: Any, keys: int) -> list[int]:
-        """How many of ``keys`` positions are padding in each row of the block's prompts."""
+    def starts(self, mediator: Any, keys: int) -> list[int]:
+        """The position in its prompt of the first of ``keys`` positions, for each row of the
+        block's prompts; it is negative where padding comes first."""
         batcher = self.interleaver.batcher
         if batcher is None or not batcher.width:
             return []
@@ -310,7 +312,11 @@ class StandardizedTransformer(Standardized, TransformersModel, StandardModel):
             pads = pads[start : start + size]
         # A window's cache drops its oldest positions, the padding first.
         gone = max(0, batcher.width + Block.of(mediator).step - keys)
-        return [max(0, pad - gone) for pad in pads]
+        return [gone - pad for pad in pads]
+
+    def padding(self, mediator: Any, keys: int) -> list[int]:
+        """How many of ``keys`` positions are padding in each row of the block's prompts."""
+        return [max(0, -start) for start in self.starts(mediator, keys)]
 
     def own_rows(
         self, mediator: Any, layout: layouts.Layout, value: Tensor
@@ -442,6 +448,9 @@ class StandardizedTransformer(Standardized, TransformersModel, StandardModel):
             raise error if isinstance(error, OutOfOrder) else _ours(error) from None
         for mediator in blocks:
             Block.of(mediator).check_late_edits()
+            for name, value in list(mediator.lcls.items()):
+                if id(value) in _saves() and (plain := released(value)) is not value:
+                    mediator.lcls[name] = mark(plain)
         self.__dict__["_blocks_run"] = blocks
         return result
 

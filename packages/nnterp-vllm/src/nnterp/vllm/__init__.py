@@ -17,9 +17,14 @@ from ._conventions import BackendLayer as BackendLayer
 from ._conventions import BackendMlp as BackendMlp
 from ._conventions import BiasedAttention as BiasedAttention
 from ._conventions import BiasedMlp as BiasedMlp
+from ._conventions import ExpandedAttention as ExpandedAttention
 from ._conventions import FusedLayer as FusedLayer
+from ._conventions import LatentAttention as LatentAttention
+from ._conventions import Mixture as Mixture
 from ._conventions import Mlp as Mlp
 from ._conventions import PlainLayer as PlainLayer
+from ._conventions import Rotary as Rotary
 from ._conventions import backend as backend
 from ._conventions import declare as declare
+from ._conventions import rotated as rotated
 from ._model import StandardizedVLLM as StandardizedVLLM

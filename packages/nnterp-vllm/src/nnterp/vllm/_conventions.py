@@ -9,8 +9,9 @@ block carries the stream whole.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 
@@ -19,6 +20,7 @@ from nnterp.core import tracing
 from nnterp.core.architectures import Architecture
 from nnterp.core.protocols import StandardAttention, StandardLayer, StandardMlp
 from nnterp.core.tracing import (
+    UNSHARED,
     Argument,
     Batched,
     Derived,
@@ -34,8 +36,11 @@ from nnterp.core.tracing import (
     beside,
     bound,
     multiplied,
+    opened,
+    operations,
     own,
     renames,
+    unavailable,
     under,
     value,
 )
@@ -51,6 +56,10 @@ _READ_ONLY = (
 _SHARDED = (
     "under tensor parallelism each rank's attention has some of the heads only; read it with "
     "tensor_parallel_size=1"
+)
+_PARTIAL = (
+    "under tensor parallelism each rank's experts give a part of it, summed only with the rest; "
+    "read it with tensor_parallel_size=1"
 )
 _PARALLEL = "the two sublayers of a parallel block read the same stream; there is none between"
 
@@ -123,12 +132,15 @@ def _scores(raw: Any, host: Any) -> Tensor:
         softcap=facts.softcap(config),
         # The layer's own: vLLM gives Cohere-2 one position more than its config says.
         window=_kernel(host).sliding_window,
+        chunk=getattr(_kernel(host), "attention_chunk_size", None),
         slopes=facts.slopes(config),
     )
 
 
 def _pattern(raw: Any, host: Any) -> Tensor:
-    return tracing.pattern(_scores(raw, host))
+    name = host.facts.attention.sinks
+    sinks = None if name is None else getattr(host._module, name)
+    return tracing.pattern(_scores(raw, host), sinks)
 
 
 class Attention(tracing.Attention, StandardAttention):
@@ -177,6 +189,85 @@ class Mlp(tracing.Mlp, StandardMlp):
     )
 
 
+class Rotary(Lens):
+    """Rotated channels, the last ones of each head, in another order than the engine has them.
+
+    Rotary turns pairs of channels; a pair lies side by side, or its second half a row's half
+    further on.
+
+    Args:
+        width: host to the number of rotated channels.
+        halves: whether the value's pairs lie in two halves, and the engine's side by side.
+    """
+
+    def __init__(self, width: Callable[[Any], int], *, halves: bool) -> None:
+        self.width, self.halves = width, halves
+
+    def _order(self, like: Tensor, host: Any, halves: bool) -> Tensor:
+        width = self.width(host)
+        shape = (-1, 2) if halves else (2, -1)
+        kept = torch.arange(like.shape[-1] - width, device=like.device)
+        turned = torch.arange(width, device=like.device).view(shape).T.flatten()
+        return torch.cat([kept, turned + len(kept)])
+
+    def get(self, raw: Tensor, host: Any) -> Tensor:
+        return raw[..., self._order(raw, host, self.halves)]
+
+    def put(self, raw: Tensor, new: Tensor, host: Any) -> Tensor:
+        return new[..., self._order(new, host, not self.halves)]
+
+
+class Padded(Lens):
+    """Heads that the engine fills up with zeros to the width of its queries and keys."""
+
+    def get(self, raw: Tensor, host: Any) -> Tensor:
+        return raw[..., : host.head_dim]
+
+    def put(self, raw: Tensor, new: Tensor, host: Any) -> Tensor:
+        return torch.nn.functional.pad(new, (0, raw.shape[-1] - new.shape[-1]))
+
+
+_LATENT = (
+    "vLLM's latent attention works on compressed keys and values inside its kernel; set "
+    "VLLM_MLA_DISABLE=1 before the engine starts, and it makes them whole"
+)
+
+
+class LatentAttention(Attention):
+    """An attention on latents, which no value describes."""
+
+    attention_queries: layouts.Queries = unavailable(_LATENT)
+    attention_keys: layouts.Keys = unavailable(_LATENT)
+    attention_values: layouts.Values = unavailable(_LATENT)
+    attention_scores: layouts.Pattern = unavailable(_LATENT)
+    attention_probabilities: layouts.Pattern = unavailable(_LATENT)
+    attention_head_outputs: layouts.HeadOutputs = unavailable(_LATENT)
+
+
+class ExpandedAttention(Attention):
+    """An attention on latents that are expanded to keys and values before it."""
+
+    attention_values: layouts.Values = value(
+        _interior(lambda host: Site(under("attn", "input"), _VALUES | Padded()))
+    )
+    attention_head_outputs: layouts.HeadOutputs = value(
+        _interior(lambda host: Site(under("attn", "output"), _OUTPUTS | Padded()))
+    )
+
+
+def rotated(base: type[Attention], rotary: Rotary) -> type[Attention]:
+    """``base`` with its queries' and keys' channels in transformers' order."""
+    queries = value(_interior(lambda host: Site(under("attn", "input"), _QUERIES | rotary)))
+    keys = value(_interior(lambda host: Site(under("attn", "input"), _KEYS | rotary)))
+    members = {
+        "attention_queries": queries,
+        "attention_keys": keys,
+        "__doc__": base.__doc__,
+        "__module__": base.__module__,
+    }
+    return type(base.__name__, (base,), members)
+
+
 def _biased(adds: Callable[[Any], str]) -> Callable[[Any], Site | str]:
     """A contribution given as ``(output, bias)``, which the block adds up.
 
@@ -207,13 +298,107 @@ class MlpOnBlock(tracing.OnBlock, Mlp):
     """A feed-forward whose two linears lie on the block."""
 
 
+_FUSED = (
+    "vLLM computes the experts, weighs and adds up what they give in one fused kernel, so their "
+    "outputs are nowhere apart; read routed_output, or use the transformers engine"
+)
+_ROUTED = (
+    "vLLM computes it inside a kernel, so it is computed once more from the router's logits; edit "
+    "router_logits instead"
+)
+_REBALANCED = (
+    "under expert-parallel load balancing vLLM's router gives the places of copies of the "
+    "experts; load without enable_eplb"
+)
+_SUMMED = "self_apply_routed_output_transform_0"
+
+
+def _routing(logits: Tensor, host: Any) -> tuple[Tensor, Tensor]:
+    """Weights and indices by vLLM's own router, ``[tokens, top_k]``, the largest weight first."""
+    experts = host.get("experts")._module
+    # The routers here look at the logits alone; what they route is asked for its length.
+    tokens = logits.new_empty(logits.shape[0], host.root.hidden_size)
+    weights, indices = experts.router._select_experts(hidden_states=tokens, router_logits=logits)
+    # Some mixtures scale what the experts give rather than the weights.
+    weights = weights * experts.routed_scaling_factor
+    order = weights.argsort(-1, descending=True)
+    return weights.gather(-1, order), indices.long().gather(-1, order)
+
+
+def _opened(host: Any) -> None:
+    """Serve the mixture's sum in parts, whichever of its values is asked for first."""
+    if host.mixture.shared is not None:
+        opened(host.get("experts"))
+
+
+def _routed(part: int) -> Callable[[Any], Site | str]:
+    def get(raw: Any, host: Any) -> Tensor:
+        return _routing(First().get(raw, host), host)[part].unsqueeze(0)
+
+    def resolve(host: Any) -> Site | str:
+        if host.get("experts")._module.router.eplb_state is not None:
+            return _REBALANCED
+        return Site(under(host.routing, "output"), Derived(get, _ROUTED), prepare=_opened)
+
+    return resolve
+
+
+def _shared(host: Any) -> Site | str:
+    name = host.mixture.shared
+    if name is None:
+        return UNSHARED
+    if host.root.tensor_parallel_size > 1:
+        return _PARTIAL
+    return Site(under(name, "output"), multiplied(host, Batched()), prepare=_opened)
+
+
+def _summed(host: Any) -> Site | str:
+    """The routed experts' sum, where the mixture adds a shared expert's output to it."""
+    if host.mixture.shared is None:
+        return Site(own("output"), multiplied(host, First() | Batched()))
+    if host.root.tensor_parallel_size > 1:
+        return _PARTIAL
+    experts = type(host.get("experts")._module)
+    if _SUMMED not in operations(experts.forward):
+        return (
+            f"{experts.__name__}.forward has no operation {_SUMMED!r} in this vLLM, so "
+            f"the routed part of its output cannot be reached; read mlp_output"
+        )
+    return Site(
+        under("experts", f"source.{_SUMMED}.output"),
+        multiplied(host, Batched()),
+        prepare=_opened,
+    )
+
+
+class Mixture(tracing.Mixture, Mlp):
+    """A mixture of experts: a router of its own, and all the experts in one kernel.
+
+    The values that add up to its output have its multiplier on them.
+    """
+
+    routing: ClassVar[str] = "gate"
+
+    mlp_neurons: layouts.Neurons = tracing.Mixture.mlp_neurons
+    router_logits: layouts.RouterLogits = value(
+        lambda host: Site(under(host.routing, "output"), First() | Batched(), prepare=_opened)
+    )
+    expert_weights: layouts.ExpertWeights = value(_routed(0))
+    expert_indices: layouts.ExpertIndices = value(_routed(1))
+    expert_outputs: layouts.ExpertOutputs = unavailable(_FUSED)
+    routed_output: layouts.Residual = value(_summed)
+    shared_expert_output: layouts.Residual = value(_shared)
+
+
 def declare(
     architecture: Architecture,
     convention: type[tracing.Layer],
     *,
     layer: type[Module],
-    attention: type[Module],
+    attention: type[Module] | dict[type[Module], type[Attention]],
     mlp: type[Module] | None = None,
+    mixture: type[Module] | None = None,
+    router: str = "gate",
     attention_convention: type[Attention] = Attention,
     mlp_convention: type[Mlp] = Mlp,
 ) -> tuple[dict[Any, Any], dict[Any, Any]]:
@@ -223,18 +408,34 @@ def declare(
     Args:
         architecture: its facts.
         convention: :class:`FusedLayer` or :class:`PlainLayer`.
-        layer, attention, mlp: vLLM's classes; no ``mlp`` where it lies on the block.
+        layer, attention, mlp: vLLM's classes; no ``mlp`` where it lies on the block. Where
+            vLLM chooses among several attentions, the classes and how each is called.
+        mixture: the class of a sparse block's MLP; the dense ones, if any, are found by path,
+            since a mixture's shared expert may have their class.
+        router: the router's name under the mixture.
         attention_convention, mlp_convention: how the sublayers are called, where that is
             particular.
     """
-    on_block = {"mlp": bound(MlpOnBlock, architecture)} if mlp is None else {}
+    bare = mlp is None and mixture is None
+    on_block = {"mlp": bound(MlpOnBlock, architecture)} if bare else {}
     envoys: dict[Any, Any] = {
         layer: bound(convention, architecture, on_block=on_block),
-        attention: bound(attention_convention, architecture),
     }
-    if mlp is not None:
+    if not isinstance(attention, dict):
+        attention = {attention: attention_convention}
+    for module, host in attention.items():
+        envoys[module] = bound(host, architecture)
+    if mixture is not None:
+        envoys[mixture] = bound(Mixture, architecture, routing=router)
+        envoys[f"{architecture.layers}.*.{architecture.mlp}"] = bound(mlp_convention, architecture)
+    elif mlp is not None:
         envoys[mlp] = bound(mlp_convention, architecture)
-    return renames(architecture, attention, mlp), envoys
+    rename: dict[Any, Any] = {}
+    for module in attention:
+        rename |= renames(architecture, module, mixture or mlp)
+    if mixture is not None and mlp is not None and architecture.mlp != "mlp":
+        rename[architecture.mlp] = "mlp"
+    return rename, envoys
 
 
 # -- vLLM's Transformers backend -------------------------------------------------

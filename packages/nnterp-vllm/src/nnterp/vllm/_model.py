@@ -7,6 +7,7 @@ import os
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, ClassVar
 from unittest import mock
+from weakref import WeakSet
 
 import torch
 import vllm
@@ -16,6 +17,7 @@ from nnsight.modeling.vllm.envoys import parallel_envoys
 from nnsight.modeling.vllm.registration import RegisteringTracer
 from nnsight.modeling.vllm.tracer import VLLMTracer
 from nnsight.modeling.vllm.vllm import VLLM
+from nnsight.tracing.tracer import mark
 from torch import Tensor
 from torch.nn import Module
 from vllm.platforms import current_platform
@@ -79,12 +81,13 @@ class StreamBackend(AsyncVLLMBackend):
         super().__call__(tracer)
 
     async def __aiter__(self) -> AsyncIterator[Any]:
+        outputs = super().__aiter__()
         try:
-            async for output in super().__aiter__():
+            async for output in outputs:
                 yield output
         finally:
-            # A stream left early ends its request now, not when it is collected.
-            await self._generator.aclose()
+            # A stream left early ends its request now, not when it is garbage.
+            await outputs.aclose()
 
     async def _free_worker(self) -> None:
         # The engine lets go of the request before its worker does, or a step may still want it.
@@ -143,6 +146,7 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
     """
 
     engine = "vllm"
+    _in_process: ClassVar[WeakSet[StandardizedVLLM]] = WeakSet()
 
     def __init__(
         self,
@@ -220,6 +224,10 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
             problems.append(
                 "pipeline_parallel_size > 1: a block's values would be spread over engines"
             )
+        if kwargs.get("enforce_eager") is False and not kwargs.get("taps"):
+            problems.append(
+                "enforce_eager=False without taps: no block runs inside a captured graph"
+            )
         if problems:
             raise ValueError("StandardizedVLLM refuses " + "; ".join(problems))
 
@@ -253,6 +261,9 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
         with contextlib.ExitStack() as stack:
             stack.enter_context(mock.patch("torch.cuda.get_device_capability", return_value=(8, 0)))
             stack.enter_context(mock.patch("torch.accelerator.empty_cache", return_value=None))
+            # The CPU kernels' packed form of the experts' weights has no meta implementation.
+            packed = "vllm.model_executor.layers.fused_moe.experts.cpu_moe.cpu_prepack_moe_weight"
+            stack.enter_context(mock.patch(packed, side_effect=lambda weight, isa: weight))
             yield
 
     def _load_meta(self, repo_id: str, **kwargs: Any) -> Module:
@@ -284,6 +295,11 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
                 os.environ[_RUNNER_SWITCH] = before
             if not self.taps:
                 release_classes()
+        from vllm.v1.engine.core_client import InprocClient
+
+        engine = getattr(self.vllm_entrypoint, "llm_engine", None)
+        if engine is not None and isinstance(engine.engine_core, InprocClient):
+            self._in_process.add(self)
         return module
 
     def close(self) -> None:
@@ -304,7 +320,9 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
         core.shutdown()
-        cleanup_dist_env_and_memory()
+        self._in_process.discard(self)
+        if not self._in_process:  # another engine of this process runs in the same groups
+            cleanup_dist_env_and_memory()
 
     def __enter__(self) -> StandardizedVLLM:
         return self
@@ -375,6 +393,18 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
     def dtype(self) -> torch.dtype:
         """The dtype of the weights."""
         return next(self._module.parameters()).dtype
+
+    @property
+    def device_type(self) -> str:
+        """The kind of device that the engine computes on; this process has no weights."""
+        kind: str = current_platform.device_type
+        return kind
+
+    @property
+    def attn_implementation(self) -> str | None:
+        """The name of vLLM's attention backend, ``"CPU_ATTN"``."""
+        backends = (getattr(m, "attn_backend", None) for m in self._module.modules())
+        return next((str(one.get_name()) for one in backends if one is not None), None)
 
     # -- running ---------------------------------------------------------------
 
@@ -521,12 +551,12 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
             self.dispatch()
         with self._whole():
             outputs = super()._generate(*inputs, **kwargs)
-        return self._raised(outputs)
+        return self._sound(outputs)
 
     async def _generate_async(self, *args: Any) -> list[Any]:
-        return self._raised(await super()._generate_async(*args))
+        return self._sound(await super()._generate_async(*args))
 
-    def _raised(self, outputs: list[Any]) -> list[Any]:
+    def _sound(self, outputs: list[Any]) -> list[Any]:
         """``outputs``, if no block that is installed failed for one of them."""
         for output in outputs:
             if error := getattr(output, "nnsight_error", None):
@@ -543,7 +573,15 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
         errors = [getattr(output, "nnsight_error", None) for output in outputs]
         for output in outputs:
             output.nnsight_error = None
+        lists = _shared_lists(mediators)
         VLLM._collect(mediators, outputs)
+        for name, before in lists.items():
+            saves = [getattr(output, "nnsight_saves", {}) for output in outputs]
+            parts = [found[name] for found in saves if type(found.get(name)) is list]
+            if len(parts) > 1:
+                whole = mark(_gathered(before, parts))
+                for mediator in mediators:
+                    mediator.lcls[name] = whole
         for i, (output, error) in enumerate(zip(outputs, errors, strict=True)):
             output.nnsight_error = error
             if error:
@@ -601,6 +639,28 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
 
 
 _CLOSED = "this model's engine was closed"
+
+def _shared_lists(mediators: list[Any]) -> dict[str, list[Any]]:
+    """The lists that were saved above the invokes, as the blocks were sent with them."""
+    named = {name: mediator.lcls[name] for mediator in mediators for name in mediator.presaved}
+    return {name: list(value) for name, value in named.items() if type(value) is list}
+
+
+def _gathered(before: list[Any], parts: list[list[Any]]) -> list[Any]:
+    """One list of the copies that requests sent home, in their order: what each appended, after
+    the slots that there were, each as the last request left it that wrote it."""
+    count = len(before)
+    if any(len(part) < count for part in parts):
+        return parts[-1]
+    slots = list(before)
+    for part in parts:
+        for i, slot in enumerate(part[:count]):
+            unwritten = slot is None or (
+                isinstance(slot, (bool, int, float, str)) and slot == before[i]
+            )
+            slots[i] = slots[i] if unwritten else slot
+    return slots + [one for part in parts for one in part[count:]]
+
 
 _ORDER = (
     "not supported on the vllm engine: the forward order is measured on "

@@ -108,6 +108,7 @@ class StandardRequests(Requests):
         self.block_timeout = block_timeout
         self.vocabulary = vocabulary
         self.sampled = sampled
+        self.wrote: set[str] = set()
 
     def add(self, new_requests: list[Any], persistent_objects: dict[Any, Any]) -> None:
         with deadline(self.block_timeout):  # what travels is rebuilt by code of the caller's
@@ -120,9 +121,7 @@ class StandardRequests(Requests):
                     mediator.vocabulary = self.vocabulary
                     mediator.sampled = self.sampled
 
-    def resume(
-        self, interleaver: Any, spans: list[tuple[str, int]], resumed: set[str]
-    ) -> None:
+    def resume(self, interleaver: Any, spans: list[tuple[str, int]], resumed: set[str]) -> None:
         """Go on with requests that the engine took out of the batch and computes anew.
 
         The step runs over all their tokens so far, of which a block is at the last. One that
@@ -195,6 +194,12 @@ class StandardRequests(Requests):
         """Drop the source that nnsight keeps of a block, of which there is one a request."""
         if mediator is not None:
             linecache.cache.pop(mediator.code.co_filename, None)
+
+    def record_saves(self) -> None:
+        super().record_saves()
+        for request in self.requests.values():
+            if any(Block.of(mediator).wrote for mediator in request.workers()):
+                self.wrote.add(request.id)
 
     def record(self, mediator: Mediator) -> None:
         if mediator.exception is None and mediator.worker is not None and not mediator.alive:
@@ -269,12 +274,42 @@ class StandardRunner(NNsightGPUModelRunner):
         self.nnsight_requests = StandardRequests(
             block_timeout, self.model_config.get_vocab_size(), f"{model.path}.samples"
         )
+        envoys = [model, *model.modules()]
+        # Sublayers that are no modules of their own are in no list of modules.
+        envoys += [
+            vars(envoy)[name] for envoy in envoys for name in getattr(type(envoy), "on_block", ())
+        ]
         self.nnsight_persistent_objects = {
             **model._remoteable_persistent_objects(),
-            **{envoy.__dict__["_persistent_id"]: envoy for envoy in (model, *model.modules())},
+            **{envoy.__dict__["_persistent_id"]: envoy for envoy in envoys},
         }
 
+    def _clear_cache(self, request_ids: set[str]) -> None:
+        """Zero what requests leave in the key-value cache.
+
+        A kernel multiplies a block's unused rows by zero, so a NaN of the block's last owner
+        would be a NaN of its next one.
+        """
+        states = [self.requests[id] for id in request_ids if id in self.requests]
+        blocks = sorted({b for state in states for group in state.block_ids for b in group})
+        if not blocks:
+            return
+        for cache in self.kv_caches:
+            if not isinstance(cache, torch.Tensor):
+                continue  # a recurrent state, which a new request starts by itself
+            count = self.kv_cache_config.num_blocks
+            axis = 0 if cache.shape[0] % count == 0 else 1
+            # A block of the scheduler's may be several of the kernel's.
+            ratio = cache.shape[axis] // count
+            rows = [block * ratio + part for block in blocks for part in range(ratio)]
+            cache.index_fill_(axis, torch.tensor(rows, device=cache.device), 0)
+
     def _update_states(self, scheduler_output: Any) -> Any:
+        wrote, finished = self.nnsight_requests.wrote, scheduler_output.finished_req_ids
+        left = set(finished) | set(scheduler_output.preempted_req_ids or ())
+        if left & wrote:
+            self._clear_cache(left & wrote)
+            wrote.difference_update(finished)
         updated = super()._update_states(scheduler_output)
         resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
         if resumed:

@@ -59,7 +59,6 @@ def deadline(seconds: float) -> Iterator[None]:
     """Raise ``TimeoutError`` in this thread if what is inside takes longer."""
     global _watch
     if threading.current_thread() is threading.main_thread():
-
         home, warned = getcurrent(), False
 
         def expired(*_: Any) -> None:

@@ -10,7 +10,7 @@ import nnsight
 import torch
 from torch import Tensor
 
-from nnterp.core import VOCABULARY, OutOfOrder
+from nnterp.core import VOCABULARY, OutOfOrder, Term
 from nnterp.core.protocols import Step
 from nnterp.core.testing.bench import forward_order
 from nnterp.core.testing.cases import copied, value_at
@@ -69,8 +69,8 @@ def _guessed(key: str, layers: int, rank: Mapping[str, int]) -> tuple[int, int]:
 
 def in_forward_order(
     model: Any, keys: Sequence[str], prompt: Sequence[int], guess: Sequence[str] = ()
-) -> list[str]:
-    """The keys in the order in which this model can read them.
+) -> tuple[list[str], bool]:
+    """The keys in the order in which this model can read them, and whether it measured that.
 
     Where the engine measures the order it is asked; else an order is tried, and searched for where
     it is not right.
@@ -85,7 +85,7 @@ def in_forward_order(
         own = {key: model.rank(key) for key in keys if not key.startswith("layers.")}
         blocks = [model.order(i) for i in range(model.num_layers)]
     except NotImplementedError:
-        return _searched(model, keys, prompt, guess)
+        return _searched(model, keys, prompt, guess), False
 
     def rank(key: str) -> tuple[int, int]:
         if not key.startswith("layers."):
@@ -94,7 +94,7 @@ def in_forward_order(
         _, layer, name = key.split(".", 2)
         return int(layer), blocks[int(layer)][name]
 
-    return sorted(keys, key=rank)
+    return sorted(keys, key=rank), True
 
 
 def _searched(
@@ -105,7 +105,8 @@ def _searched(
 
     def like(block: Sequence[str]) -> list[str]:
         """The keys, those of every block in the order of one's."""
-        names = (*block, *(key for term in VOCABULARY.values() for key in term.keys()))
+        terms = VOCABULARY.values()
+        names = (*block, *(key for keys in map(Term.keys, terms) for key in keys))
         rank = {name: i for i, name in reversed(list(enumerate(names)))}
         return sorted(keys, key=lambda key: _guessed(key, model.num_layers, rank))
 
@@ -159,6 +160,7 @@ def read(
                     for key in keys[step]:
                         values[key] = copied(value_at(model, key))
                     logits = model.logits
+                    values["logits"] = copied(logits)
                     token = likeliest(logits, ends) if tokens is None else tokens[step]
                     model.logits = certain(logits, token)
                     rows.append((values, token))

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nnterp.core import engines, load
+
 FORMAT = 1
 """The version of the JSON's layout."""
 
@@ -26,6 +28,23 @@ class Spec:
     engine: str
     checkpoint: str
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    def load(self) -> Any:
+        """The model, ready to run.
+
+        Raises:
+            MissingBackend: the engine is not installed.
+        """
+        return load(self.checkpoint, self.engine, **{"dispatch": True, **self.options})
+
+    def check_engine(self) -> None:
+        """Load nothing, but see that the engine is there.
+
+        Raises:
+            MissingBackend: it is not installed; the message has the command that installs it.
+        """
+        if self.engine not in engines():
+            self.load()
 
 
 @dataclass(frozen=True)
@@ -324,9 +343,7 @@ class Report:
 
 def _measure(content: dict[str, Any]) -> Measure:
     for name in ("shapes", "rounding", "rounding_rms"):
-        content[name] = tuple(
-            _number(one) if name != "shapes" else one for one in content[name]
-        )
+        content[name] = tuple(_number(one) if name != "shapes" else one for one in content[name])
     for name in ("error", "rms", "cosine", "bound", "bound_rms", "in_float32"):
         content[name] = _number(content[name])
     return Measure(**content)

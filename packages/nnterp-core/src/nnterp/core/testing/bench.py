@@ -26,9 +26,9 @@ LAST_ALONE = frozenset({"lm_head_output", "logits"})
 
 # Looser bounds, each with what was measured.
 LOOSER: Mapping[str, float] = {
-    # A score is a sum of head_dim products, and a row of one or two may all but cancel: 5.2e-5 on
-    # the tiny qwen3, on transformers, beside other prompts.
-    "attention_scores": 1e-4,
+    # A score is a sum of head_dim products, and a row of one or two may all but cancel: 1.5e-4 on
+    # the tiny phimoe, on transformers, beside other prompts. The pattern has the normal bound.
+    "attention_scores": 3e-4,
 }
 
 # Where the search for the forward order begins. Nothing depends on its being right.
@@ -45,13 +45,29 @@ Read: TypeAlias = Mapping[str, Any]
 """Values of one step by their key."""
 
 
+def by_expert(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values with each token's experts in the order of their indices, whatever an engine's is."""
+    found = dict(values)
+    for key, indices in values.items():
+        mlp, _, name = key.rpartition(".")
+        if name != "expert_indices":
+            continue
+        order = indices.argsort(-1)
+        for other in ("expert_indices", "expert_weights", "expert_outputs"):
+            value = values.get(f"{mlp}.{other}")
+            if value is not None:
+                place = order if value.dim() == order.dim() else order.unsqueeze(-1)
+                found[f"{mlp}.{other}"] = value.take_along_dim(place, 2)
+    return found
+
+
 def read(model: Any, prompt: Sequence[int], keys: Sequence[str]) -> dict[str, Any]:
     """These values of a prompt, read in this order in one trace."""
     with model.prefill(prompt):
         found = nnsight.save({})
         for key in keys:
             found[key] = copied(value_at(model, key))
-    return dict(found)
+    return by_expert(found)
 
 
 def read_steps(
@@ -66,7 +82,7 @@ def read_steps(
             for key in keys[step]:
                 values[key] = copied(value_at(model, key))
             found.append(values)
-    return [dict(values) for values in found]
+    return [by_expert(values) for values in found]
 
 
 def _reads_in_order(model: Any, prompt: Sequence[int], keys: Sequence[str]) -> bool:
@@ -247,10 +263,11 @@ class Bench:
 
     def expected(self, key: str, prompt: str, step: int = 0) -> Any:
         """The reference's value."""
-        record = self.references.records[prompt]
-        if key == "input_size":
-            return tuple(record.get("input_ids", step).shape)
-        return record.get(key, step)
+        return expected(self.references, key, prompt, step)
+
+    def allowed(self, key: str) -> float:
+        """How far a row of a value may be off."""
+        return max(self.bound, LOOSER.get(key.rsplit(".", 1)[-1], 0.0))
 
     def check(self, actual: Any, expected: Any, key: str, what: str = "") -> None:
         """Fail unless a value is what it must be, row by row.
@@ -274,7 +291,7 @@ class Bench:
         worst = worst_row(actual, expected)
         if name not in self.worst or worst.error > self.worst[name].error:
             self.worst[name] = Worst(worst.error, label)
-        bound = max(self.bound, LOOSER.get(name, 0.0))
+        bound = self.allowed(key)
         assert worst.error <= bound, (
             f"{label}: row {list(worst.index)} is off by {worst.error:.2e} of its scale, "
             f"{bound:.0e} is allowed (difference {worst.difference:.2e}, scale "
@@ -297,6 +314,18 @@ class Bench:
             "head_dim": model.head_dim,
             "qk_head_dim": model.qk_head_dim,
         }
+
+
+def expected(references: References, key: str, prompt: str, step: int = 0) -> Any:
+    """A value of the reference."""
+    record = references.records[prompt]
+    if key == "input_size":
+        return tuple(record.get("input_ids", step).shape)
+    mlp, _, name = key.rpartition(".")
+    if name not in ("expert_indices", "expert_weights", "expert_outputs"):
+        return record.get(key, step)
+    keys = (key, f"{mlp}.expert_indices")
+    return by_expert({one: record.get(one, step) for one in keys})[key]
 
 
 def layout_of(key: str) -> Layout:

@@ -109,8 +109,13 @@ def assigned(value: Tensor, change: Change) -> Tensor:
         new = value.clone()
         new[:, change.position] = 0
         return new
+    if change.term.name == "expert_indices":
+        return value ^ 1
     if change.term.layout.kind == "int":
         return (value + 7) % 256 + 3
+    if change.term.name == "expert_weights":
+        # Engines may list a token's experts in different orders, so no slot is a special one.
+        return value * 0.5 + value * value
     return value * 0.5 + 0.2 * _wave(value, value.shape[-1], 0.1)
 
 
@@ -118,6 +123,10 @@ def write_in_place(value: Tensor, change: Change) -> None:
     """Change the value itself, all of it or one position."""
     if change.term.name == "attention_mask":
         value[:, change.position] = 0
+    elif change.term.name in ("expert_indices", "expert_weights"):
+        new = assigned(value, change)
+        where = _where(change.term, change.position) if change.way == "position" else ...
+        value[where] = new[where]
     elif change.way == "position" and change.term.layout.kind == "int":
         value[_where(change.term, change.position)] = 211
     elif change.way == "position":
@@ -205,6 +214,12 @@ def cases(
     """
     count = blocks_of(keys)
     middle, last = count // 2, count - 1
+    # Blocks may differ: each value is written in every way on one that has it.
+    having: dict[str, list[int]] = {}
+    for key in keys:
+        if key.startswith("layers."):
+            _, layer, rest = key.split(".", 2)
+            having.setdefault(rest, []).append(int(layer))
     found: list[Case] = []
     idle: list[str] = []
 
@@ -219,10 +234,11 @@ def cases(
         name = key.rsplit(".", 1)[-1]
         if not VOCABULARY[name].writable:
             continue
-        layer = int(key.split(".")[1]) if key.startswith("layers.") else None
-        if layer not in (None, middle):
-            add(Case(f"{key}:assignment", "write", (Change(key, "assignment"),)))
-            continue
+        if key.startswith("layers."):
+            _, layer, rest = key.split(".", 2)
+            if int(layer) != having[rest][len(having[rest]) // 2]:
+                add(Case(f"{key}:assignment", "write", (Change(key, "assignment"),)))
+                continue
         for way in WRITES:
             here = Case(f"{key}:{way}", "write", (Change(key, way),))
             # Late in the model only the last position still reaches the last logits.

@@ -55,6 +55,8 @@ class MixtureReference:
         indices: the position of the indices.
         shared: the expert that every token is given to, or None.
         shared_gate: the projection whose sigmoid scales what ``shared`` gives, or None.
+        weighted_input: whether an expert is given its token times the weight, the sigmoid of the
+            logit; the router then gives something else than weights and indices.
     """
 
     router: str = "mlp.gate"
@@ -63,6 +65,7 @@ class MixtureReference:
     indices: int = 2
     shared: str | None = None
     shared_gate: str | None = None
+    weighted_input: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,8 @@ class Reference:
         keys_expanded: whether keys and values are repeated for the groups before the cache.
         normed_output: whether ``layer_output`` is a norm's output, so that the
             contributions do not sum to it.
+        latent: whether the cache holds latents, which the attention expands to keys and values.
+        sinks: whether each head has a score of no key, which takes its share of the pattern.
     """
 
     blocks: str = "model.layers"
@@ -107,6 +112,8 @@ class Reference:
     down: str = "mlp.down_proj"
     keys_expanded: bool = False
     normed_output: bool = False
+    sinks: bool = False
+    latent: bool = False
     mixture: MixtureReference | None = None
 
 
@@ -234,6 +241,46 @@ _FALCON_REFERENCE = Reference(
     projection="self_attention.dense",
     attention_added="self_attention",
     down="mlp.dense_4h_to_h",
+)
+
+
+# Four experts, two of them for each token.
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+
+
+# vLLM's latent attention on the CPU is of one size: 512 and 64.
+_LATENT = _LLAMA | {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 64,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+}
+_LATENT_REFERENCE = Reference(latent=True, mixture=MixtureReference(shared="mlp.shared_experts"))
+
+
+_LLAMA4 = _OWN_HEAD_DIM | {
+    "intermediate_size": 64,
+    "intermediate_size_mlp": 160,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+    "interleave_moe_layer_step": 2,
+    "no_rope_layers": [1, 1, 0],
+}
+_LLAMA4_REFERENCE = Reference(
+    mlp_added="feed_forward",
+    down="feed_forward.down_proj",
+    mixture=MixtureReference(
+        router="feed_forward.router",
+        experts="feed_forward.experts",
+        shared="feed_forward.shared_expert",
+        weighted_input=True,
+    ),
 )
 
 
@@ -478,6 +525,139 @@ RECIPES: dict[str, Recipe] = _recipes(
         reference=Reference(mixture=MixtureReference()),
         tags=frozenset({"groups", "head_dim", "mixture"}),
     ),
+    Recipe(
+        name="qwen3_moe",
+        model_type="qwen3_moe",
+        config=_OWN_HEAD_DIM | _EXPERTS | {"mlp_only_layers": [1], "norm_topk_prob": True},
+        reference=Reference(mixture=MixtureReference()),
+        tags=frozenset({"dense_block", "groups", "head_dim", "mixture", "qk_norm"}),
+    ),
+    Recipe(
+        name="qwen2_moe",
+        model_type="qwen2_moe",
+        config=_LLAMA
+        | _EXPERTS
+        | {"shared_expert_intermediate_size": 96, "mlp_only_layers": [0], "norm_topk_prob": False},
+        reference=Reference(
+            mixture=MixtureReference(
+                shared="mlp.shared_expert", shared_gate="mlp.shared_expert_gate"
+            )
+        ),
+        tags=frozenset({"bias", "dense_block", "groups", "mixture", "shared_expert"}),
+    ),
+    Recipe(
+        name="olmoe",
+        model_type="olmoe",
+        config=_LLAMA | _EXPERTS,
+        reference=Reference(mixture=MixtureReference()),
+        tags=frozenset({"groups", "mixture", "qk_norm"}),
+    ),
+    Recipe(
+        name="granitemoe",
+        model_type="granitemoe",
+        config=_LLAMA
+        | {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 0.7,
+        },
+        reference=Reference(
+            multiplier="residual_multiplier",
+            mlp_added="block_sparse_moe",
+            mixture=MixtureReference(
+                router="block_sparse_moe.router",
+                experts="block_sparse_moe.experts",
+                weights=1,
+                indices=0,
+            ),
+        ),
+        tags=frozenset({"groups", "mixture", "multipliers"}),
+    ),
+    Recipe(
+        name="phimoe",
+        model_type="phimoe",
+        config=_LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2, "attention_bias": True},
+        # vLLM spells it so, always has the attention's biases, and never the head's.
+        architecture="PhiMoEForCausalLM",
+        reference=Reference(mixture=MixtureReference(router="mlp.router")),
+        tags=frozenset({"bias", "groups", "mixture"}),
+    ),
+    Recipe(
+        name="gpt_oss",
+        model_type="gpt_oss",
+        config=_OWN_HEAD_DIM
+        | {
+            "intermediate_size": 128,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            # vLLM takes the even blocks for the sliding ones, whatever stands here.
+            "layer_types": _SLIDING_FIRST,
+            "sliding_window": 8,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 64,
+            },
+        },
+        window=8,
+        reference=Reference(sinks=True, mixture=MixtureReference(router="mlp.router")),
+        tags=frozenset({"bias", "groups", "head_dim", "mixture", "sink", "window"}),
+    ),
+    Recipe(
+        name="deepseek_v2",
+        model_type="deepseek_v2",
+        config=_LATENT
+        | {
+            "n_routed_experts": 4,
+            "topk_method": "greedy",
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.5,
+        },
+        reference=_LATENT_REFERENCE,
+        tags=frozenset({"dense_block", "latent", "mixture", "shared_expert"}),
+    ),
+    Recipe(
+        name="deepseek_v3",
+        model_type="deepseek_v3",
+        config=_LATENT
+        | {
+            "n_routed_experts": 8,
+            "n_group": 2,
+            "topk_group": 1,
+            "num_nextn_predict_layers": 0,
+            "routed_scaling_factor": 1.5,
+        },
+        # The released checkpoints have them, vLLM reads them, and transformers knows neither.
+        json={"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+        reference=_LATENT_REFERENCE,
+        tags=frozenset({"dense_block", "latent", "mixture", "shared_expert"}),
+    ),
+    Recipe(
+        name="llama4_text",
+        model_type="llama4_text",
+        # vLLM's chunks are a multiple of its cache's blocks, of 128 tokens.
+        config=_LLAMA4 | {"attention_chunk_size": 128},
+        reference=_LLAMA4_REFERENCE,
+        tags=frozenset({"chunk", "dense_block", "groups", "mixture", "qk_norm", "shared_expert"}),
+        note="The chunk is longer than most prompts.",
+    ),
+    Recipe(
+        name="llama4_chunk",
+        model_type="llama4_text",
+        config=_LLAMA4 | {"attention_chunk_size": 8},
+        window=8,
+        reference=_LLAMA4_REFERENCE,
+        tags=frozenset({"chunk", "dense_block", "groups", "mixture", "qk_norm", "shared_expert"}),
+    ),
 )
 
 
@@ -609,6 +789,9 @@ def _randomize(model: torch.nn.Module, embedding_std: float) -> None:
                 parameter.copy_(noise * embedding_std)
             else:
                 parameter.copy_(noise * 0.12)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.15)
 
 
 # What the tokenizer learns its few merges from.

@@ -7,6 +7,7 @@ attention has in common (the product of queries and keys, and the softmax).
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -176,7 +177,7 @@ class Oracle:
         return Record(tokens, tap.steps)
 
     def _forward(self, tap: _Tap, ids: Sequence[int], steps: int) -> list[int]:
-        cache = _WatchedCache(tap, self._expansion())
+        cache = DynamicCache() if self.reference.latent else _WatchedCache(tap, self._expansion())
         step_ids = torch.tensor([list(ids)])
         mask = torch.ones_like(step_ids)
         tokens: list[int] = []
@@ -214,7 +215,10 @@ class Oracle:
             for index, block in enumerate(self._module(where.blocks)):
                 hooks += self._watch_block(tap, index, block)
                 attention = block.get_submodule(where.attention)
-                stack.enter_context(_watched_attention(tap, f"layers.{index}.self_attn", attention))
+                prefix = f"layers.{index}.self_attn"
+                stack.enter_context(_watched_attention(tap, prefix, attention, where.sinks))
+                if where.latent:
+                    stack.enter_context(_watched_expansion(tap, prefix, attention))
                 if self._is_sparse(block):
                     stack.enter_context(self._watched_mixture(tap, f"layers.{index}.mlp", block))
             yield
@@ -229,6 +233,11 @@ class Oracle:
         assert where is not None
         router = block.get_submodule(where.router)
         experts = block.get_submodule(where.experts)
+        if where.weighted_input:
+            mixture = block.get_submodule(self.reference.mlp_added)
+            with _watched_weighted_input(tap, prefix, mixture):
+                yield
+            return
         factor = 1.0 if (name := self.reference.multiplier) is None else float(getattr(block, name))
         hooks = [
             _watch_output(tap, f"{prefix}.expert_weights", router, part=where.weights),
@@ -238,9 +247,7 @@ class Oracle:
         if where.shared is not None:
             gate = None if where.shared_gate is None else block.get_submodule(where.shared_gate)
             shared = block.get_submodule(where.shared)
-            hooks.append(
-                _watch_gated(tap, f"{prefix}.shared_expert_output", shared, gate, factor)
-            )
+            hooks.append(_watch_gated(tap, f"{prefix}.shared_expert_output", shared, gate, factor))
         try:
             with (
                 _watched_router(tap, f"{prefix}.router_logits", router),
@@ -377,13 +384,17 @@ class _AttentionMode(TorchFunctionMode):
     """Watches one forward of an eager attention.
 
     Its first product of two four-dimensional tensors is that of queries and keys; its one softmax
-    turns the scores into the pattern.
+    turns the scores into the pattern. With sinks, the scores are what a column for them is put
+    beside, and the pattern is what is left without it, which a dropout takes.
     """
 
-    def __init__(self, tap: _Tap, prefix: str, heads_of: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self, tap: _Tap, prefix: str, heads_of: Callable[[Tensor], Tensor], sinks: bool
+    ) -> None:
         super().__init__()
         self.seen_queries = False
         self.seen_scores = False
+        self._sinks = sinks
         self._tap = tap
         self._prefix = prefix
         self._heads_of = heads_of
@@ -409,33 +420,41 @@ class _AttentionMode(TorchFunctionMode):
             if edited is not None:
                 kwargs = kwargs | {"batch1": edited.reshape(flat.shape)}
             return func(*args, **kwargs)
-        if func is functional.softmax:
+        if self._sinks and self.seen_queries and func is torch.cat:
             self.seen_scores = True
-            return self._softmax(func, args[0], *args[1:], **kwargs)
+            scores, column = args[0]
+            return func([self._scores(scores), column], *args[1:], **kwargs)
+        if self._sinks and self.seen_scores and func is functional.dropout:
+            pattern = func(*args, **kwargs)
+            return self._tap.passed(f"{self._prefix}.attention_probabilities", pattern)
+        if not self._sinks and func is functional.softmax:
+            self.seen_scores = True
+            pattern = func(self._scores(args[0]), *args[1:], **kwargs)
+            return self._tap.passed(f"{self._prefix}.attention_probabilities", pattern)
         return func(*args, **kwargs)
 
-    def _softmax(self, func: Any, native: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def _scores(self, native: Tensor) -> Tensor:
         lowest = torch.finfo(native.dtype).min
         # The mask is a sum with the dtype's minimum, which swallows the score itself.
         scores = native.masked_fill(native <= lowest / 2, -torch.inf)
         edited = self._tap(f"{self._prefix}.attention_scores", scores)
-        if edited is not None:
-            native = edited.masked_fill(edited == -torch.inf, lowest)
-        pattern: Tensor = func(native, *args, **kwargs)
-        return self._tap.passed(f"{self._prefix}.attention_probabilities", pattern)
+        return native if edited is None else edited.masked_fill(edited == -torch.inf, lowest)
 
 
 _PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
 
 
 @contextmanager
-def _watched_attention(tap: _Tap, prefix: str, attention: Any) -> Iterator[None]:
+def _watched_attention(tap: _Tap, prefix: str, attention: Any, sinks: bool) -> Iterator[None]:
     native = attention.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         # Only an attention that folds heads into the batch is asked for them, and it has them.
         mode = _AttentionMode(
-            tap, prefix, lambda flat: flat.reshape(-1, attention.num_heads, *flat.shape[1:])
+            tap,
+            prefix,
+            lambda flat: flat.reshape(-1, attention.num_heads, *flat.shape[1:]),
+            sinks,
         )
         with mode:
             output = native(*args, **kwargs)
@@ -445,6 +464,30 @@ def _watched_attention(tap: _Tap, prefix: str, attention: Any) -> Iterator[None]
 
     with _replaced(attention, forward):
         yield
+
+
+@contextmanager
+def _watched_expansion(tap: _Tap, prefix: str, attention: Any) -> Iterator[None]:
+    """Keys and values as latents are expanded to them, those of the step's own tokens.
+
+    The cache does not hold them, so an edit is of one step.
+    """
+    native = attention.expand_kv
+
+    def own(name: str, whole: Tensor) -> Tensor:
+        count = tap.steps[-1]["input_ids"].shape[1]
+        edited = tap(f"{prefix}.{name}", whole[:, :, -count:])
+        return whole if edited is None else torch.cat([whole[:, :, :-count], edited], 2)
+
+    def expand_kv(*latents: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = native(*latents)
+        return own("attention_keys", keys), own("attention_values", values)
+
+    attention.expand_kv = expand_kv
+    try:
+        yield
+    finally:
+        del attention.expand_kv
 
 
 def _watch_input(tap: _Tap, key: str, module: Any) -> Any:
@@ -474,9 +517,7 @@ def _watch_shared_input(tap: _Tap, key: str, module: Any) -> Any:
     return module.register_forward_pre_hook(hook)
 
 
-def _watch_output(
-    tap: _Tap, key: str, module: Any, factor: float = 1.0, part: int = 0
-) -> Any:
+def _watch_output(tap: _Tap, key: str, module: Any, factor: float = 1.0, part: int = 0) -> Any:
     """A module's output, or one part of it, times a factor that the block applies."""
 
     def hook(module: Any, args: tuple[Any, ...], output: Any) -> Any:
@@ -565,6 +606,33 @@ def _one_by_one(tap: _Tap, key: str, experts: Any, factor: float) -> Iterator[No
         return (outputs * weights[..., None]).sum(1).to(tokens.dtype)
 
     with _replaced(experts, forward):
+        yield
+
+
+@contextmanager
+def _watched_weighted_input(tap: _Tap, prefix: str, mixture: Any) -> Iterator[None]:
+    """A mixture that scales what enters an expert, one expert after the other."""
+
+    def forward(hidden: Tensor) -> tuple[Tensor, Tensor]:
+        tokens = hidden.flatten(0, -2)
+        found = functional.linear(tokens, mixture.router.weight)
+        logits = tap.passed(f"{prefix}.router_logits", found[None])[0]
+        values, indices = logits.topk(mixture.top_k)
+        weights = tap.passed(f"{prefix}.expert_weights", values.sigmoid()[None])[0]
+        indices = tap.passed(f"{prefix}.expert_indices", indices[None])[0]
+        routed = torch.zeros_like(tokens)
+        experts = mixture.experts
+        for token, place in itertools.product(range(len(tokens)), range(mixture.top_k)):
+            index = indices[token, place]
+            entering = tokens[token] * weights[token, place]
+            gate, up = (entering @ experts.gate_up_proj[index]).chunk(2)
+            routed[token] += (up * experts.act_fn(gate)) @ experts.down_proj[index]
+        shared = mixture.shared_expert(tokens)
+        shared = tap.passed(f"{prefix}.shared_expert_output", shared[None])[0]
+        routed = tap.passed(f"{prefix}.routed_output", routed[None])[0]
+        return shared + routed, logits
+
+    with _replaced(mixture, forward):
         yield
 
 

@@ -69,6 +69,8 @@ class Plugin:
         if "name" in wanted:
             metafunc.parametrize("name", list(VOCABULARY))
         chosen = [one for one in self.subjects if self.known.lacks(one) is None]
+        for marker in metafunc.definition.iter_markers("checkpoints"):
+            chosen = [one for one in chosen if set(marker.args) <= one.recipe.tags]
         if "fault" in wanted:
             chosen = [one for one in chosen if self.known.fault(one) is not None]
         if "peer" in wanted:
@@ -209,6 +211,9 @@ def install(
         recipes: the checkpoints.
         known: their known faults, and what they cannot load.
     """
+    config.addinivalue_line(
+        "markers", "checkpoints(tag, ...): a conformance test of the recipes with these tags"
+    )
     plugin = Plugin(adapters, recipes=recipes, known=known)
     config.stash[_STASH] = plugin
     config.pluginmanager.register(plugin, "nnterp-conformance")

@@ -34,8 +34,11 @@ from ._lenses import Lens as Lens
 from ._lenses import Scaled as Scaled
 from ._lenses import Summed as Summed
 from ._lenses import multiplied as multiplied
+from ._private import released as released
 from ._prompts import encode as encode
 from ._prompts import is_chat as is_chat
+from ._source import opened as opened
+from ._source import operations as operations
 from ._standardized import Standardized as Standardized
 from ._standardized import checked_length as checked_length
 from ._standardized import checked_path as checked_path

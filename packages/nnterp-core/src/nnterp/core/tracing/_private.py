@@ -22,6 +22,24 @@ def plain(tensor: Tensor) -> Tensor:
     return tensor.as_subclass(Tensor) if type(tensor) is Private else tensor
 
 
+def released(value: Any, seen: frozenset[int] = frozenset()) -> Any:
+    """``value`` with plain tensors in it for private ones; lists and dicts keep who they are."""
+    if type(value) is Private:
+        return plain(value)
+    if not isinstance(value, (list, dict, tuple)) or id(value) in seen:
+        return value
+    seen = seen | {id(value)}
+    if type(value) is list:
+        value[:] = [released(one, seen) for one in value]
+    elif type(value) is dict:
+        value.update({key: released(one, seen) for key, one in value.items()})
+    elif isinstance(value, tuple):
+        items = [released(one, seen) for one in value]
+        if any(new is not old for new, old in zip(items, value, strict=True)):
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
 class Private(Tensor):
     """A value handed to a block: its own storage, whose edits go back to the model.
 

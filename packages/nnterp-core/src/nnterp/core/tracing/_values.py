@@ -366,6 +366,11 @@ class Value(eproperty):
         """``raw`` with the block's own rows of the value replaced by ``new``."""
         mediator = running()
         assert mediator is not None
+        if self.name == "input_ids":
+            limit = host.root.vocab_size
+            if bool(((new < 0) | (new >= limit)).any()):
+                # The embedding would fail on it, for everybody in the batch.
+                raise ValueError(f"input_ids are token ids below {limit}; this write has another")
         if new.requires_grad and not torch.is_grad_enabled():
             new = new.detach()
         whole = site.lens.get(raw, host)

@@ -1,0 +1,200 @@
+"""Measuring how far apart two runs are, and how much of it the dtypes explain."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from nnterp.core import VOCABULARY
+
+from ._report import LogitsAgreement, Measure
+from ._rows import difference, row_scale, smallest_cosine
+from ._run import Run
+
+Runs: TypeAlias = Sequence[tuple[Run, Run | None]]
+"""a's and b's run, each with its float32 run."""
+
+BOUNDS: Mapping[str, float] = {
+    "float64": 1e-9,
+    # Between transformers and vLLM: 3.2e-5 at most on SmolLM2-135M (30 blocks, attention_output),
+    # 7.8e-6 on small random models of twelve architectures.
+    "float32": 1e-4,
+    "float16": 5e-2,
+    "bfloat16": 3e-1,
+}
+"""The largest difference of a row that a dtype explains, where no float32 run measures it."""
+
+# Computed for the last position alone by some engines.
+_LAST_ALONE = ("lm_head_output", "logits")
+
+
+def base_bound(a: Run, b: Run) -> float:
+    """What remains between two engines without any rounding to a narrower dtype."""
+    both = {a.side.dtype, b.side.dtype}
+    return BOUNDS["float64" if both == {"float64"} else "float32"]
+
+
+def measured(keys: Sequence[str], step: int, runs: Runs, prompts: int) -> dict[str, Measure | None]:
+    """Values of one step, each of the prompt in which the two are furthest apart.
+
+    Args:
+        keys: the values' standard paths.
+        step: which step.
+        runs: a's and b's run, each with its float32 run.
+        prompts: how many prompts there are.
+
+    Returns:
+        The measures by key; ``None`` for what one of the two has not on that step.
+    """
+    found: dict[str, list[Measure]] = {key: [] for key in keys}
+    for prompt in range(prompts):
+        own = [run.values(prompt, step) for run, _ in runs]
+        exact = [None if one is None else one.values(prompt, step) for _, one in runs]
+        for key in keys:
+            if key in own[0] and key in own[1]:
+                values = own[0][key], own[1][key]
+                precise = [None if one is None else one.get(key) for one in exact]
+                found[key].append(_pair(key, values, precise, runs, prompt))
+    return {
+        key: max(ones, key=lambda one: (one.excess, one.error)) if ones else None
+        for key, ones in found.items()
+    }
+
+
+def _pair(
+    key: str,
+    values: tuple[Tensor, Tensor],
+    exacts: Sequence[Tensor | None],
+    runs: Runs,
+    prompt: int,
+) -> Measure:
+    name = key.rsplit(".", 1)[-1]
+    shapes = (list(values[0].shape), list(values[1].shape))
+    problem, shape = _common(values, name)
+    if problem is not None:
+        return _exact(shapes, prompt, [], problem)
+    a, b = (_cut(value, shape, name) for value in values)
+    exact = [None if one is None else _cut(one, shape, name) for one in exacts]
+    if not a.is_floating_point():
+        found = difference(b, a, a)
+        return _exact(shapes, prompt, found.row, "the integers differ" if found.error else None)
+    scale = row_scale(a if exact[0] is None else exact[0])
+    found = difference(b, a, scale)
+    base = base_bound(runs[0][0], runs[1][0])
+    bound = bound_rms = base
+    rounding: list[float | None] = []
+    rounding_rms: list[float | None] = []
+    for own, precise, (run, _) in zip((a, b), exact, runs, strict=True):
+        if precise is None:
+            stated = BOUNDS.get(run.side.dtype, BOUNDS["bfloat16"])
+            bound += stated
+            bound_rms += stated
+            rounding.append(None)
+            rounding_rms.append(None)
+            continue
+        apart = difference(own, precise, scale)
+        bound += apart.error
+        bound_rms += apart.rms
+        rounding.append(apart.error)
+        rounding_rms.append(apart.rms)
+    in_float32 = None
+    narrow = any(exact is not run for run, exact in runs)
+    if narrow and runs[0][1] is not runs[1][1] and exact[0] is not None and exact[1] is not None:
+        in_float32 = difference(exact[1], exact[0], scale).error
+    return Measure(
+        shapes=shapes,
+        error=found.error,
+        rms=found.rms,
+        cosine=smallest_cosine(a, b),
+        rounding=(rounding[0], rounding[1]),
+        rounding_rms=(rounding_rms[0], rounding_rms[1]),
+        bound=bound,
+        bound_rms=bound_rms,
+        in_float32=in_float32,
+        prompt=prompt,
+        row=found.row,
+    )
+
+
+def _exact(
+    shapes: tuple[list[int], list[int]], prompt: int, row: list[int], problem: str | None
+) -> Measure:
+    """Of values that are the same or are not."""
+    error = 0.0 if problem is None else float("inf")
+    return Measure(
+        shapes=shapes,
+        error=error,
+        rms=error,
+        cosine=1.0 if problem is None else -1.0,
+        rounding=(None, None),
+        rounding_rms=(None, None),
+        bound=0.0,
+        bound_rms=None,
+        in_float32=None,
+        prompt=prompt,
+        row=row,
+        problem=problem,
+    )
+
+
+def _common(values: tuple[Tensor, Tensor], name: str) -> tuple[str | None, tuple[int, ...]]:
+    """Why two values cannot be compared, or the shape of what both have."""
+    a, b = values
+    said = f"shapes differ: {list(a.shape)} and {list(b.shape)}"
+    if a.is_floating_point() != b.is_floating_point():
+        return "one holds integers, the other does not", ()
+    if a.dim() != b.dim():
+        return said, ()
+    if a.shape == b.shape:
+        return None, tuple(a.shape)
+    shape = tuple(min(pair) for pair in zip(a.shape, b.shape, strict=True))
+    differing = [axis for axis, (x, y) in enumerate(zip(a.shape, b.shape, strict=True)) if x != y]
+    if name in _LAST_ALONE and differing == [1] and shape[1] == 1:
+        return None, shape
+    if differing == [VOCABULARY[name].layout.axis("key")]:
+        # A window's cache may have dropped what no query attends to.
+        longer = a if a.shape[-1] > b.shape[-1] else b
+        gone = longer[..., : -shape[-1]]
+        if bool((gone == (-torch.inf if name == "attention_scores" else 0)).all()):
+            return None, shape
+    return said, ()
+
+
+def _cut(value: Tensor, shape: tuple[int, ...], name: str) -> Tensor:
+    """The last of each axis; a head's scores as one row, since one alone may cancel to nothing."""
+    for axis, size in enumerate(shape):
+        value = value.narrow(axis, value.shape[axis] - size, size)
+    return value.flatten(2) if name == "attention_scores" else value
+
+
+def logits_agreement(step: int, runs: Runs, prompts: int) -> LogitsAgreement:
+    """How alike the next token's distributions are, at every position that both computed.
+
+    Args:
+        step: which step.
+        runs: a's and b's run.
+        prompts: how many prompts there are.
+    """
+    divergences, top1, top5 = [], [], []
+    for prompt in range(prompts):
+        a, b = (run.logits(prompt, step) for run, _ in runs)
+        count = min(a.shape[1], b.shape[1])
+        log_p = a[0, -count:].double().log_softmax(-1)
+        log_q = b[0, -count:].double().log_softmax(-1)
+        divergences.append((log_p.exp() * (log_p - log_q)).sum(-1).clamp_min(0))
+        k = min(5, log_p.shape[-1])
+        best_p, best_q = log_p.topk(k).indices, log_q.topk(k).indices
+        top1.append((best_p[:, 0] == best_q[:, 0]).double())
+        shared = (best_p.unsqueeze(-1) == best_q.unsqueeze(-2)).any(-1)
+        top5.append(shared.double().mean(-1))
+    kl = torch.cat(divergences)
+    return LogitsAgreement(
+        positions=len(kl),
+        kl=float(kl.max()),
+        kl_mean=float(kl.mean()),
+        top1=float(torch.cat(top1).mean()),
+        top5=float(torch.cat(top5).mean()),
+    )

@@ -1,0 +1,27 @@
+"""DeepSeek-V3 on vLLM, which runs it with DeepSeek-V2's classes and turns the channels in pairs."""
+
+from __future__ import annotations
+
+from vllm.model_executor.models.deepseek_v2 import (
+    DeepseekV2Attention,
+    DeepseekV2DecoderLayer,
+    DeepseekV2MLAAttention,
+    DeepseekV2MLP,
+    DeepseekV2MoE,
+)
+
+from nnterp.core.architectures import DEEPSEEK_V3 as ARCHITECTURE
+from nnterp.vllm import ExpandedAttention, FusedLayer, LatentAttention, Rotary, declare, rotated
+
+_ROTARY = Rotary(lambda host: host.config.qk_rope_head_dim, halves=True)
+RENAME, ENVOYS = declare(
+    ARCHITECTURE,
+    FusedLayer,
+    layer=DeepseekV2DecoderLayer,
+    attention={
+        DeepseekV2Attention: rotated(ExpandedAttention, _ROTARY),
+        DeepseekV2MLAAttention: LatentAttention,
+    },
+    mlp=DeepseekV2MLP,
+    mixture=DeepseekV2MoE,
+)

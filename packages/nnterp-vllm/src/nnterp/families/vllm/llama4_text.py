@@ -1,0 +1,22 @@
+"""Llama 4's text model on vLLM: fused blocks; its rotary turns channels in halves."""
+
+from __future__ import annotations
+
+from vllm.model_executor.models.llama import LlamaMLP
+from vllm.model_executor.models.llama4 import Llama4Attention, Llama4DecoderLayer, Llama4MoE
+
+from nnterp.core.architectures import LLAMA4_TEXT as ARCHITECTURE
+from nnterp.vllm import Attention, FusedLayer, Rotary, declare, rotated
+
+# The weights of the blocks without rotary are reordered like the others'.
+_ROTARY = Rotary(lambda host: host.qk_head_dim, halves=False)
+RENAME, ENVOYS = declare(
+    ARCHITECTURE,
+    FusedLayer,
+    layer=Llama4DecoderLayer,
+    attention=Llama4Attention,
+    attention_convention=rotated(Attention, _ROTARY),
+    mlp=LlamaMLP,
+    mixture=Llama4MoE,
+    router="router",
+)

@@ -1,0 +1,43 @@
+"""What the tests of the comparison share: checkpoints of which one weight is wrong."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+IDS = [[5, 17, 250, 9, 33], [7, 100, 8, 299, 41, 60, 13, 77, 201, 4, 55, 66, 120]]
+
+
+@pytest.fixture(autouse=True)
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's engine in this process, and one thread: the models are small."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def doctored(checkpoint: Callable[..., str], tmp_path: Path) -> Callable[..., str]:
+    """``doctored("llama", "model.norm.weight", 1.01)``: a copy of which one weight is scaled."""
+    from safetensors.torch import load_file, save_file
+
+    def make(name: str, weight: str, factor: float) -> str:
+        folder = tmp_path / "doctored"
+        shutil.copytree(checkpoint(name), folder)
+        weights = load_file(folder / "model.safetensors")
+        weights[weight] *= factor
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        return str(folder)
+
+    return make
