@@ -21,6 +21,14 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A file's tests run in one worker, unless they are grouped otherwise (--dist loadgroup)."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.name))
+
+
 @contextmanager
 def opened(engine: str, path: str | Path, **options: Any) -> Iterator[Any]:
     """A model of ``path`` on ``engine``, closed on the way out; vLLM runs in this process."""

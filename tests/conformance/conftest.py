@@ -18,11 +18,6 @@ pytest.register_assert_rewrite(
     "nnterp.core.testing.bench", "nnterp.core.testing.cases", "nnterp.core.testing.conformance"
 )
 
-import torch
-
-from nnterp.core.testing.faults import read_known
-from nnterp.core.testing.plugin import install
-
 KNOWN = Path(__file__).with_name("known_faults.toml")
 
 
@@ -43,14 +38,14 @@ class Transformers:
 
         return transformers.__version__
 
-    def load(self, path: Path) -> Any:
+    def load(self, path: Path, **options: Any) -> Any:
         from nnterp.hf import StandardizedTransformer
 
         with warnings.catch_warnings():
             # It is told of a softcap that sdpa leaves out: a known fault here.
             warnings.filterwarnings("ignore", ".*applies no cap", UserWarning)
             return StandardizedTransformer(
-                str(path), attn_implementation=self.attention, dispatch=True
+                str(path), attn_implementation=self.attention, dispatch=True, **options
             )
 
     def close(self, model: Any) -> None:
@@ -69,10 +64,11 @@ class VLLM:
 
         return vllm.__version__
 
-    def load(self, path: Path) -> Any:
+    def load(self, path: Path, **options: Any) -> Any:
         from nnterp.vllm import StandardizedVLLM
 
-        return StandardizedVLLM(str(path), dtype="float32", max_model_len=256, dispatch=True)
+        settings = {"dtype": "float32", "max_model_len": 256, "dispatch": True}
+        return StandardizedVLLM(str(path), **settings, **options)
 
     def close(self, model: Any) -> None:
         model.close()
@@ -82,5 +78,10 @@ ENGINES = (Transformers(), Transformers("sdpa"), VLLM())
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    import torch
+
+    from nnterp.core.testing.faults import read_known
+    from nnterp.core.testing.plugin import install
+
     torch.set_num_threads(1)
     install(config, ENGINES, known=read_known(KNOWN))

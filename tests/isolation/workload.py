@@ -383,7 +383,7 @@ def asks_for_too_much(model, request):
     return tracer
 
 
-@faulty(SystemExit)
+@faulty(RuntimeError)
 def exits(model, request):
     with model.decode(list(request.prompt), max_new_tokens=request.tokens, edits=[]) as tracer:
         stream = model.layers[0].layer_output

@@ -41,6 +41,7 @@ class Call:
         function: host to the function that it calls under ``eager``.
         softmax, dropout: the operations in there that take the scores and give the pattern.
         scores: where the scores are in what ``softmax`` takes.
+        cached: whether the keys and values are those that the cache holds.
     """
 
     name: str = "attention_interface_1"
@@ -50,6 +51,7 @@ class Call:
     softmax: str = "nn_functional_softmax_0"
     dropout: str = "nn_functional_dropout_0"
     scores: Lens = _FIRST
+    cached: bool = True
 
 
 SHARED = Call()
@@ -114,8 +116,12 @@ class StepTokens(Lens):
         (args, kwargs), (index, count) = raw, self._find(raw, host)
         whole = args[index]
         past = whole[:, :, :-count]
-        with torch.no_grad():
-            whole.detach()[:, :, -count:].copy_(new)
+        if host.call.cached:
+            with torch.no_grad():
+                whole.detach()[:, :, -count:].copy_(new)
+            if not (torch.is_grad_enabled() and (new.requires_grad or whole.requires_grad)):
+                # The same storage, so that another invoke's write lands in the cache as well.
+                return raw
         return (*args[:index], torch.cat([past, new], 2), *args[index + 1 :]), kwargs
 
 

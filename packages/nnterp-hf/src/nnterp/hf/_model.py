@@ -13,10 +13,11 @@ import nnsight
 import torch
 from nnsight.intervention.batching import Batcher
 from nnsight.intervention.interleaver import OutOfOrderError
-from nnsight.intervention.tracer import InterleavingTracer
+from nnsight.intervention.tracer import InterleavingTracer, ScanningTracer
 from nnsight.modeling.transformers import TransformersModel
 from nnsight.tracing.tracer import _saves, mark, push_result
 from torch import Tensor
+from torch._dynamo.eval_frame import OptimizedModule
 from torch._guards import detect_fake_mode
 from torch.nn import Module
 
@@ -92,6 +93,15 @@ class RowBatcher(Batcher):
             full = full[0], {**full[1], "attention_mask": _ones(full[1])}
         return super().widen(full, group, edited)
 
+    def _widen_tensor(self, full: Tensor, group: Any, edited: Tensor) -> Tensor:
+        if detect_fake_mode() is None and full.shape[0] == self.total:
+            own = full.narrow(0, *group)
+            if edited.shape == own.shape and edited.is_set_to(own):
+                # Beside what was written: the very object, which a cache may hold too.
+                return full
+        widened: Tensor = super()._widen_tensor(full, group, edited)
+        return widened
+
 
 class ListingTracer(InterleavingTracer):
     """A tracer that gives a name saved by several invokes as a list, in invoke order."""
@@ -163,6 +173,20 @@ def _several(prompt: Any) -> bool:
     )
 
 
+def _refuse_wrapped(module: Module) -> None:
+    """A module that ``torch.compile`` wrapped hides the one whose names and class are known."""
+    wrapped = [name for name, part in module.named_modules() if isinstance(part, OptimizedModule)]
+    if wrapped:
+        raise ValueError(
+            f"torch.compile() wrapped {', '.join(wrapped) or 'the model'}; pass the model without "
+            f"it, or compile in place with .compile()"
+        )
+
+
+class ListingScanner(ListingTracer, ScanningTracer):
+    """The same of a scan, which runs without weights."""
+
+
 class StandardizedTransformer(Standardized, TransformersModel, StandardModel):
     """A causal language model on transformers whose modules answer to the standard names.
 
@@ -198,6 +222,9 @@ class StandardizedTransformer(Standardized, TransformersModel, StandardModel):
         if isinstance(repo_id, str):
             checked_path(repo_id)
 
+        if isinstance(repo_id, Module):
+            _refuse_wrapped(repo_id)
+
         def model_type() -> str:
             if isinstance(repo_id, Module):
                 return model_type_of(repo_id.config)
@@ -214,6 +241,7 @@ class StandardizedTransformer(Standardized, TransformersModel, StandardModel):
         self.family = self._family(family, model_type, self.engine)
         named = repo_id if isinstance(repo_id, str) else getattr(repo_id, "name_or_path", None)
         self._textless = kwargs.get("tokenizer") is None and not has_tokenizer(named)
+        self._tokenizer_kwargs = tokenizer_kwargs or {}
         kwargs.setdefault("task", "text-generation")
         super().__init__(
             repo_id,
@@ -223,8 +251,6 @@ class StandardizedTransformer(Standardized, TransformersModel, StandardModel):
             **kwargs,
         )
         self._warn_of_softcap()
-        for key, setting in (tokenizer_kwargs or {}).items():
-            setattr(self.tokenizer, key, setting)
 
     # -- a checkpoint without a tokenizer ---------------------------------------
 
@@ -241,6 +267,12 @@ class StandardizedTransformer(Standardized, TransformersModel, StandardModel):
             yield
         finally:
             self.tokenizer = None
+
+    def _sync(self) -> None:
+        # nnsight sets the tokenizer up again with the weights.
+        super()._sync()
+        for key, setting in self._tokenizer_kwargs.items():
+            setattr(self.tokenizer, key, setting)
 
     def _load_meta(self, repo_id: str, *args: Any, **kwargs: Any) -> Module:
         with self._padded():
@@ -387,6 +419,10 @@ class StandardizedTransformer(Standardized, TransformersModel, StandardModel):
         kwargs.setdefault("tracer_cls", ListingTracer)
         return super().trace(*inputs, **kwargs)
 
+    def scan(self, *inputs: Any, fn: Any = None, backend: Any = None, **kwargs: Any) -> Any:
+        """nnsight's scan: the shapes of a forward, without its weights."""
+        return ListingScanner(self, fn or self._call, *inputs, backend=backend, **kwargs)
+
     def prefill(self, *prompt: Any, **kwargs: Any) -> Any:
         """One forward over the whole prompt: ``with model.prefill(prompt) as tracer:``.
 
@@ -448,8 +484,8 @@ class StandardizedTransformer(Standardized, TransformersModel, StandardModel):
             raise error if isinstance(error, OutOfOrder) else _ours(error) from None
         for mediator in blocks:
             Block.of(mediator).check_late_edits()
-            for name, value in list(mediator.lcls.items()):
-                if id(value) in _saves() and (plain := released(value)) is not value:
+            for name, kept in list(mediator.lcls.items()):
+                if id(kept) in _saves() and (plain := released(kept)) is not kept:
                     mediator.lcls[name] = mark(plain)
         self.__dict__["_blocks_run"] = blocks
         return result

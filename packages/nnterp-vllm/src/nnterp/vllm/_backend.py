@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from torch._dynamo.convert_frame import _bytecode_hooks
 from vllm.compilation.decorators import IGNORE_COMPILE_KEY
 from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
 
@@ -23,6 +24,10 @@ def release_classes() -> None:
         original = inspect.getclosurevars(cls.__init__).nonlocals.get("old_init")
         if original is None:
             continue
+        # Whatever is compiled later in this process passes these hooks.
+        for key, hook in list(_bytecode_hooks.items()):
+            if isinstance(getattr(hook, "__self__", None), cls):
+                del _bytecode_hooks[key]
         cls.__init__ = original
         for name in ("__call__", "save_aot_compiled_function", IGNORE_COMPILE_KEY):
             if name in vars(cls):

@@ -53,6 +53,10 @@ _READ_ONLY = (
     "vLLM computes it inside a kernel, so it is recomputed from the queries and keys; edit the "
     "queries, keys or head outputs instead"
 )
+_NO_KERNEL = (
+    "this vLLM release's Transformers backend keeps its attention layers outside the module tree; "
+    "read attention_output, or use vLLM 0.32"
+)
 _SHARDED = (
     "under tensor parallelism each rank's attention has some of the heads only; read it with "
     "tensor_parallel_size=1"
@@ -100,10 +104,12 @@ def _kernel(host: Any) -> Any:
 
 
 def _interior(site: Callable[[Any], Site]) -> Callable[[Any], Site | str]:
-    """``site``, unless each rank's attention has some of the heads only."""
+    """``site``, unless each rank has some of the heads only, or the layer is out of reach."""
 
     def resolve(host: Any) -> Site | str:
-        return _SHARDED if host.root.tensor_parallel_size > 1 else site(host)
+        if host.root.tensor_parallel_size > 1:
+            return _SHARDED
+        return site(host) if "attn" in host._module._modules else _NO_KERNEL
 
     return resolve
 

@@ -12,11 +12,11 @@ from nnsight.intervention.interleaver import OutOfOrderError
 from nnterp import core
 from nnterp.core.tracing import OutOfOrder
 
-_BY_NAME: dict[str, type[BaseException]] = {
+_BY_NAME: dict[str, type[Exception]] = {
     name: found
     for module in (builtins, core)
     for name, found in vars(module).items()
-    if isinstance(found, type) and issubclass(found, BaseException)
+    if isinstance(found, type) and issubclass(found, Exception)
 } | {"OutOfOrderError": OutOfOrder, "OutOfOrder": OutOfOrder}
 
 _LINE = re.compile(r'File "<edit-\d+>", line (\d+)')
@@ -48,8 +48,10 @@ def rebuilt(error: dict[str, Any]) -> BaseException:
             exception = kind.__new__(kind, *args)
             exception.args = args
             exception.__dict__.update(state)
-            assert isinstance(exception, BaseException)
-            return exception
+            # What is no Exception, a SystemExit say, would end the caller's other requests too;
+            # an interruption is the caller's own, whose engine runs in this process.
+            if isinstance(exception, (Exception, KeyboardInterrupt)):
+                return exception
         except Exception:
             pass  # a class that only the engine's process can make: its name and text remain
     kind = _BY_NAME.get(error.get("type_name", ""), RuntimeError)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 from collections.abc import AsyncIterator, Iterator
@@ -60,6 +61,10 @@ _REFUSED: dict[str, str] = {
 }
 
 
+_PATIENCE = 10.0
+"""Seconds that an aborted request waits for the engine to let it go."""
+
+
 class SettingsTracer(VLLMTracer):
     """A tracer whose sampling settings every invoke takes unless it names its own."""
 
@@ -90,10 +95,13 @@ class StreamBackend(AsyncVLLMBackend):
             await outputs.aclose()
 
     async def _free_worker(self) -> None:
-        # The engine lets go of the request before its worker does, or a step may still want it.
-        await self._generator.aclose()
-        with contextlib.suppress(EngineDeadError):
-            await super()._free_worker()
+        # An engine that was closed, or is on its way, gives no answer.
+        with contextlib.suppress(EngineDeadError, TimeoutError):
+            async with asyncio.timeout(_PATIENCE):
+                # The engine lets go of the request before its worker does, or a step may want it.
+                await self._generator.aclose()
+                if not self.model.closed:
+                    await super()._free_worker()
 
     async def _attach_saves(self, output: Any) -> None:
         entry = await acollect(self.model.vllm_entrypoint, self._request_id, output)
@@ -224,6 +232,16 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
             problems.append(
                 "pipeline_parallel_size > 1: a block's values would be spread over engines"
             )
+        if kwargs.get("taps") and current_platform.is_cpu():
+            problems.append(
+                "taps: there are no CUDA graphs on the CPU; every value is served there"
+            )
+        elif kwargs.get("taps") and os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
+            # Measured on 0.26: every value off by its own size, nnsight's alike, and no error.
+            problems.append(
+                "taps in process: vLLM's graphs compute wrong values there; unset "
+                "VLLM_ENABLE_V1_MULTIPROCESSING"
+            )
         if kwargs.get("enforce_eager") is False and not kwargs.get("taps"):
             problems.append(
                 "enforce_eager=False without taps: no block runs inside a captured graph"
@@ -273,6 +291,8 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
             release_classes()
 
     def _meta(self, repo_id: str, **kwargs: Any) -> Module:
+        # The tree is never run, so nothing in it should prepare to be compiled.
+        kwargs["enforce_eager"] = True
         if not kwargs.get("skip_tokenizer_init"):
             module: Module = super()._load_meta(repo_id, **kwargs)
             return module
@@ -319,10 +339,14 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
             return
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-        core.shutdown()
         self._in_process.discard(self)
-        if not self._in_process:  # another engine of this process runs in the same groups
-            cleanup_dist_env_and_memory()
+        if self._in_process:
+            # The others of this process run in the same groups, which vLLM would end too.
+            with mock.patch("vllm.v1.engine.core.cleanup_dist_env_and_memory"):
+                core.shutdown()
+            return
+        core.shutdown()
+        cleanup_dist_env_and_memory()
 
     def __enter__(self) -> StandardizedVLLM:
         return self
@@ -639,6 +663,7 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
 
 
 _CLOSED = "this model's engine was closed"
+
 
 def _shared_lists(mediators: list[Any]) -> dict[str, list[Any]]:
     """The lists that were saved above the invokes, as the blocks were sent with them."""

@@ -20,7 +20,7 @@ _STYLE = """
   :root {
     --paper: #16181b; --ink: #e7e8e6; --quiet: #9aa1a9; --line: #33373c; --raised: #1e2125;
     --good: #5cc98c; --bad: #ff7a6b;
-    --c0: #24282c; --c1: #1f3a2b; --c2: #24553a; --c3: #2c774e; --c4: #8a6a1a; --c5: #d8483a;
+    --c0: #24282c; --c1: #1f3a2b; --c2: #24553a; --c3: #266b45; --c4: #7a5d15; --c5: #c0392b;
     --on: #e7e8e6; --on5: #ffffff;
   }
 }
@@ -89,8 +89,8 @@ _KEY = (
     ("c0", "no difference"),
     ("c1", "under 1% of the bound"),
     ("c2", "under 10%"),
-    ("c3", "under half"),
-    ("c4", "within it"),
+    ("c3", "within it"),
+    ("c4", "within it, but the float32 runs differ by more than float32 explains"),
     ("c5", "beyond it: departs"),
 )
 
@@ -164,12 +164,13 @@ def _side(name: str, side: Side) -> str:
 
 
 def _colour(measure: Measure) -> str:
-    limits = (0.01, 0.1, 0.5)
     if measure.departs:
         return "c5"
+    if measure.hidden:
+        return "c4"
     if not measure.excess:
         return "c0"
-    return next((f"c{i}" for i, top in enumerate(limits, 1) if measure.excess < top), "c4")
+    return "c1" if measure.excess < 0.01 else "c2" if measure.excess < 0.1 else "c3"
 
 
 def _short(found: float) -> str:

@@ -135,6 +135,14 @@ class Measure:
         return self.problem is not None or not self.error <= self.bound or beyond
 
     @property
+    def hidden(self) -> bool:
+        """Whether the float32 runs are further apart than float32 explains, unseen in these."""
+        if self.in_float32 is None or self.departs:
+            return False
+        left = self.bound - sum(one or 0.0 for one in self.rounding)
+        return not self.in_float32 <= left * (1 + 1e-6)
+
+    @property
     def excess(self) -> float:
         """The difference as a multiple of what the dtypes explain; above 1 it departs."""
         if self.problem is not None:
@@ -189,7 +197,8 @@ class LogitsAgreement:
     """How alike the distributions of the next token are, on one step.
 
     Attributes:
-        positions: how many positions were compared, over all prompts.
+        positions: how many positions were compared: each prompt's last, where a generation
+            computes no other.
         kl: the largest Kullback-Leibler divergence of b's from a's, in nats.
         kl_mean: its mean.
         top1: in what share of the positions both choose one token.

@@ -6,8 +6,7 @@ import gc
 import importlib.metadata
 import logging
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -152,8 +151,11 @@ def _once(source: Any, plan: Plan, folder: Path, done: dict[Any, Run]) -> Run:
     if key not in done:
         place = folder / str(len(done))
         place.mkdir()
-        with _opened(source) as model:
-            done[key] = _run(model, source, plan, place)
+        done[key] = _run_and_close(source, plan, place)
+        # Now that nothing refers to the model any more, the next one finds its memory free.
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
     return done[key]
 
 
@@ -161,23 +163,17 @@ def _as_text(options: Mapping[str, Any]) -> dict[str, str]:
     return {name: str(option).removeprefix("torch.") for name, option in options.items()}
 
 
-@contextmanager
-def _opened(source: Any) -> Iterator[Any]:
+def _run_and_close(source: Any, plan: Plan, folder: Path) -> Run:
     if not isinstance(source, Spec):
-        yield source
-        return
+        return _run(source, source, plan, folder)
     _log.info("%s: loading, %s", source.engine, source.options.get("dtype", "its own dtype"))
     model = source.load()
     try:
-        yield model
+        return _run(model, source, plan, folder)
     finally:
         close = getattr(model, "close", None)
         if close is not None:
             close()
-        del model
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
 
 
 def _run(model: Any, source: Any, plan: Plan, folder: Path) -> Run:

@@ -70,13 +70,14 @@ def side_words(side: Side) -> str:
 def verdict(report: Report) -> str:
     """The answer in a sentence."""
     if report.first is None:
-        measures = [(value, found) for value in report.values if (found := value.worst())]
-        value, (step, measure) = max(measures, key=lambda pair: pair[1][1].excess)
+        found = [(value, worst) for value in report.values if (worst := value.worst())]
+        value, (step, measure) = max(found, key=lambda pair: pair[1][1].error)
         if not measure.error:
             return f"All {len(report.values)} values are equal to the bit."
         return (
-            f"All {len(report.values)} values are within what the dtypes explain. The nearest to "
-            f"it is {value.key} ({step_name(step)}), at {measure.excess:.0%} of the bound."
+            f"All {len(report.values)} values are within what the dtypes explain. The largest "
+            f"difference of a row is {number(measure.error)}, at {value.key} ({step_name(step)}), "
+            f"where {number(measure.bound)} is explained."
         )
     first = report.first
     beyond = sum(value.departs for value in report.values)
@@ -139,16 +140,16 @@ def _table(report: Report) -> list[str]:
         for value in report.values
         for measure in value.steps
     )
-    head = f"  {'value':<34}{'largest':<9}{'explained':<11}{'rms':<9}{'cosine':<11}"
-    head += f"{'float32':<9}" * narrow + "furthest apart at"
+    head = f"  {'value':<34}{'largest':<9}{'explained':<10}{'rms':<8}{'cosine':<10}"
+    head += f"{'float32':<8}" * narrow + "furthest apart at"
     lines = [head]
     for value, step, measure in by_name(report.values):
         mark = "!" if measure.departs else " "
         row = (
-            f"{mark} {value.name:<34}{number(measure.error):<9}{number(measure.bound):<11}"
-            f"{number(measure.rms):<9}{cosine(measure.cosine):<11}"
+            f"{mark} {value.name:<34}{number(measure.error):<9}{number(measure.bound):<10}"
+            f"{number(measure.rms):<8}{cosine(measure.cosine):<10}"
         )
-        row += f"{number(measure.in_float32):<9}" * narrow
+        row += f"{number(measure.in_float32):<8}" * narrow
         lines.append(row + place(value, step))
     lines.append("")
     lines += _wrapped(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from nnterp.core import families
 from nnterp.core.protocols import StandardModel
@@ -34,8 +34,13 @@ class Adapter(Protocol):
     @property
     def version(self) -> str: ...
 
-    def load(self, path: Path) -> StandardModel:
-        """The checkpoint in float32, ready to run, with room for 256 tokens."""
+    def load(self, path: Path, **options: Any) -> StandardModel:
+        """The checkpoint in float32, ready to run, with room for 256 tokens.
+
+        Args:
+            path: the checkpoint's folder.
+            **options: what the engine's class takes besides.
+        """
         ...
 
     def close(self, model: StandardModel) -> None:

@@ -46,7 +46,7 @@ Read: TypeAlias = Mapping[str, Any]
 
 
 def by_expert(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values with each token's experts in the order of their indices, whatever an engine's is."""
+    """The values with each token's experts in the order of their indices."""
     found = dict(values)
     for key, indices in values.items():
         mlp, _, name = key.rpartition(".")
@@ -142,7 +142,7 @@ class Bench:
     bound: float = BOUND
     worst: dict[str, Worst] = field(default_factory=dict)
     _order: list[str] | None = field(default=None, repr=False)
-    _read: dict[Any, tuple[Any, Exception | None]] = field(default_factory=dict, repr=False)
+    _read: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     # -- what it serves ----------------------------------------------------------
 
@@ -251,19 +251,20 @@ class Bench:
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
         if key not in self._read:
             try:
-                self._read[key] = make(), None
+                self._read[key] = make()
             except Exception as error:
-                self._read[key] = None, error
-        found, error = self._read[key]
-        if error is not None:
-            raise error
+                # Once is enough for a failure too.
+                self._read[key] = error
+        found = self._read[key]
+        if isinstance(found, Exception):
+            raise found
         return found
 
     # -- the reference -----------------------------------------------------------
 
     def expected(self, key: str, prompt: str, step: int = 0) -> Any:
         """The reference's value."""
-        return expected(self.references, key, prompt, step)
+        return reference_value(self.references, key, prompt, step)
 
     def allowed(self, key: str) -> float:
         """How far a row of a value may be off."""
@@ -316,7 +317,7 @@ class Bench:
         }
 
 
-def expected(references: References, key: str, prompt: str, step: int = 0) -> Any:
+def reference_value(references: References, key: str, prompt: str, step: int = 0) -> Any:
     """A value of the reference."""
     record = references.records[prompt]
     if key == "input_size":

@@ -264,26 +264,6 @@ _LATENT = _LLAMA | {
 _LATENT_REFERENCE = Reference(latent=True, mixture=MixtureReference(shared="mlp.shared_experts"))
 
 
-_LLAMA4 = _OWN_HEAD_DIM | {
-    "intermediate_size": 64,
-    "intermediate_size_mlp": 160,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 1,
-    "interleave_moe_layer_step": 2,
-    "no_rope_layers": [1, 1, 0],
-}
-_LLAMA4_REFERENCE = Reference(
-    mlp_added="feed_forward",
-    down="feed_forward.down_proj",
-    mixture=MixtureReference(
-        router="feed_forward.router",
-        experts="feed_forward.experts",
-        shared="feed_forward.shared_expert",
-        weighted_input=True,
-    ),
-)
-
-
 def _recipes(*recipes: Recipe) -> dict[str, Recipe]:
     return {recipe.name: recipe for recipe in recipes}
 
@@ -645,18 +625,28 @@ RECIPES: dict[str, Recipe] = _recipes(
         name="llama4_text",
         model_type="llama4_text",
         # vLLM's chunks are a multiple of its cache's blocks, of 128 tokens.
-        config=_LLAMA4 | {"attention_chunk_size": 128},
-        reference=_LLAMA4_REFERENCE,
+        config=_OWN_HEAD_DIM
+        | {
+            "intermediate_size": 64,
+            "intermediate_size_mlp": 160,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 2,
+            "no_rope_layers": [1, 1, 0],
+            "attention_chunk_size": 128,
+        },
+        reference=Reference(
+            mlp_added="feed_forward",
+            down="feed_forward.down_proj",
+            mixture=MixtureReference(
+                router="feed_forward.router",
+                experts="feed_forward.experts",
+                shared="feed_forward.shared_expert",
+                weighted_input=True,
+            ),
+        ),
         tags=frozenset({"chunk", "dense_block", "groups", "mixture", "qk_norm", "shared_expert"}),
         note="The chunk is longer than most prompts.",
-    ),
-    Recipe(
-        name="llama4_chunk",
-        model_type="llama4_text",
-        config=_LLAMA4 | {"attention_chunk_size": 8},
-        window=8,
-        reference=_LLAMA4_REFERENCE,
-        tags=frozenset({"chunk", "dense_block", "groups", "mixture", "qk_norm", "shared_expert"}),
     ),
 )
 

@@ -102,11 +102,8 @@ class Known:
     def unmatched(self, subjects: Sequence[Subject]) -> list[Fault | Missing]:
         """Entries of a checkpoint and engine that are not there, whatever the version."""
         there = {(one.recipe.name, one.adapter.label) for one in subjects}
-        return [
-            entry
-            for entry in (*self.faults, *self.missing)
-            if (entry.checkpoint, entry.engine) not in there
-        ]
+        entries: list[Fault | Missing] = [*self.faults, *self.missing]
+        return [entry for entry in entries if (entry.checkpoint, entry.engine) not in there]
 
 
 def _concerns(entry: Fault | Missing, subject: Subject) -> bool:

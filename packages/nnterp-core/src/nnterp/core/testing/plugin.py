@@ -1,4 +1,4 @@
-"""The pytest plugin behind the conformance tests: what they are run on, once each, in which process.
+"""The pytest plugin behind the conformance tests: what they run on, in which process and order.
 
 A conftest registers it with its engines::
 
@@ -16,7 +16,7 @@ import gc
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -27,6 +27,8 @@ from nnterp.core.testing.cases import PROMPTS
 from nnterp.core.testing.checkpoints import RECIPES, Recipe, build
 from nnterp.core.testing.faults import Fault, Known, Missing
 from nnterp.core.testing.references import References, references
+
+NOTHING_KNOWN = Known()
 
 
 class Plugin:
@@ -47,7 +49,7 @@ class Plugin:
         adapters: Sequence[Adapter],
         *,
         recipes: Sequence[Recipe] = tuple(RECIPES.values()),
-        known: Known = Known(),
+        known: Known = NOTHING_KNOWN,
     ) -> None:
         self.adapters = list(adapters)
         self.known = known
@@ -159,8 +161,8 @@ class Plugin:
         bench = getattr(item, "funcargs", {}).get("bench")
         if isinstance(bench, Bench):
             label = bench.subject.label
-            for name, worst in bench.worst.items():
-                entry = (label, name, worst.error, worst.where)
+            for worst in bench.worst.values():
+                entry = (label, worst.error, worst.where)
                 item.user_properties.append(("nnterp-worst", entry))
             bench.worst = {}
 
@@ -169,7 +171,7 @@ class Plugin:
             return
         for key, entry in report.user_properties:
             if key == "nnterp-worst":
-                label, _, error, where = entry  # type: ignore[misc]
+                label, error, where = cast("tuple[str, float, str]", entry)
                 if label not in self.worst or error > self.worst[label].error:
                     self.worst[label] = Worst(error, where)
 
@@ -201,7 +203,7 @@ def install(
     adapters: Sequence[Adapter],
     *,
     recipes: Sequence[Recipe] = tuple(RECIPES.values()),
-    known: Known = Known(),
+    known: Known = NOTHING_KNOWN,
 ) -> Plugin:
     """Have the conformance tests run on these engines; for a conftest's ``pytest_configure``.
 

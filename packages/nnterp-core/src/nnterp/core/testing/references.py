@@ -123,7 +123,8 @@ def _answers(oracle: Oracle, recipe: Recipe) -> dict[str, Any]:
         moved = (logits[first][:, -1] - before).abs().max() / before.std()
         return bool(moved > _EFFECT)
 
-    keys = {key: records["five"].get(key) for key in records["five"].keys()}
+    five = records["five"]
+    keys = {key: five.get(key) for key in five.keys()}  # noqa: SIM118
     planned, idle = cases_module.cases(keys, effective)
     return {
         "records": {

@@ -86,7 +86,7 @@ class Private(Tensor):
             kept = _mark_saved(clone(plain(self)))
         return kept
 
-    # These two give the storage out where a version counter does not see it written.
+    # These give the storage out where a version counter may not see it written.
     @property
     def data(self) -> Tensor:
         self._exposed = True
@@ -95,6 +95,10 @@ class Private(Tensor):
     @data.setter
     def data(self, new: Tensor) -> None:
         raise TypeError("assign the value itself, or edit it in place, instead of its .data")
+
+    def detach(self) -> Tensor:
+        self._exposed = True
+        return plain(self).detach()
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
         self._exposed = True

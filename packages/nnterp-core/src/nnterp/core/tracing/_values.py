@@ -89,6 +89,17 @@ class _Held:
     site: Site
     view: Private
 
+    def edited(self, raw: Any) -> bool:
+        """Whether the copy differs from what was read, which was in ``raw``."""
+        if self.view._version != self.view._handed_version:
+            return True
+        if not self.view._exposed:
+            return False
+        mediator = running()
+        assert mediator is not None
+        read = self.value._rows(self.host, self.site, raw, mediator)
+        return not torch.equal(plain(self.view), read)
+
 
 @dataclass
 class Block:
@@ -143,29 +154,39 @@ class Block:
     def hand_back(self) -> Any:
         """The raw object with every edited copy put back, or ``KEEP``; the block moves on."""
         raw, result = self.raw, KEEP
-        written: set[tuple[str, str]] = set()
-        held, self.held, self.raw, self.point = self.held, [], None, None
+        written: set[str] = set()
+        held, self.held, self.point = self.held, [], None
         for entry in held:
             view, label = entry.view, entry.value.label(entry.host)
             self.passed.append((weakref.ref(view), view._version, label))
-            if not (view.edited or view._served is not None):
+            edited = entry.edited(self.raw)
+            if not (edited or view._served is not None):
                 continue
             if entry.site.instead is not None:
-                if view.edited:
+                if edited:
                     raise Unavailable(f"{label} is read-only: {entry.site.instead}")
                 continue
-            if view.edited and (entry.value.name, label) in written:
+            if edited and label in written:
                 raise ValueError(
                     f"two copies of {label} were edited in place; edit one of them, or assign"
                 )
-            if view.edited:
-                written.add((entry.value.name, label))
+            if edited:
+                written.add(label)
                 self.wrote = True
             # A copy, since the model may write into what it is given.
             new = entry.value.put(entry.host, entry.site, raw, clone(plain(view)))
             if new is not KEEP:
                 raw = result = new
+        self.raw = None
         return result
+
+    def ahead(self, value: Value, host: Any) -> bool:
+        """Whether a copy held here has to go back before ``value`` is read at this point too."""
+        return any(
+            entry.view.edited
+            or (entry.view._served is not None and entry.value is value and entry.host is host)
+            for entry in self.held
+        )
 
     @property
     def waiting(self) -> bool:
@@ -200,6 +221,10 @@ class Value(eproperty):
         self.layout: Layout = term.layout
         self.description = f"{term.layout} {term.meaning}"
         self.__doc__ = self._documentation(term)
+
+    def __reduce__(self) -> Any:
+        # A family's class that its user wrote in a script travels to the engine with its values.
+        return _again, (type(self), self.resolve, self.note, self.name)
 
     def _documentation(self, term: Term) -> str:
         parts = [f"{term.meaning[0].upper()}{term.meaning[1:]}: ``{term.layout}``."]
@@ -348,7 +373,7 @@ class Value(eproperty):
     def _raw(
         self, site: Site, host: Any, mediator: Mediator, block: Block, point: tuple[str, int]
     ) -> Any:
-        if block.point == point and not block.waiting:
+        if block.point == point and not block.ahead(self, host):
             return block.raw
         if block.held and not block.waiting:
             block.hand_back()
@@ -406,3 +431,9 @@ def value(resolve: Resolve, note: str = "") -> Any:
 def unavailable(reason: str) -> Any:
     """Refuse the standard value of the attribute's name, saying why and what to do instead."""
     return Value(reason)
+
+
+def _again(kind: type[Value], resolve: Resolve, note: str, name: str) -> Value:
+    found = kind(resolve, note)
+    found.__set_name__(Value, name)
+    return found

@@ -5,6 +5,8 @@ So keys and values that are written are those of this step's attention alone.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import (
     DeepseekV2Attention,
     DeepseekV2DecoderLayer,
@@ -13,7 +15,14 @@ from transformers.models.deepseek_v2.modeling_deepseek_v2 import (
 )
 
 from nnterp.core.architectures import DEEPSEEK_V2 as ARCHITECTURE
-from nnterp.hf import declare
+from nnterp.hf import Attention, Call, declare
+
+
+class LatentInterior(Attention):
+    """Keys and values are written for this step's attention: later ones make them anew."""
+
+    call: ClassVar[Call] = Call(cached=False)
+
 
 RENAME, ENVOYS = declare(
     ARCHITECTURE,
@@ -21,4 +30,5 @@ RENAME, ENVOYS = declare(
     attention=DeepseekV2Attention,
     mlp=DeepseekV2MLP,
     mixture=DeepseekV2Moe,
+    interior=LatentInterior,
 )
