@@ -21,12 +21,14 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A file's tests run in one worker, unless they are grouped otherwise (--dist loadgroup)."""
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.path.name))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With --dist loadgroup a file runs in one worker, and so do the checkpoints of a model type."""
+    if config.getvalue("dist") != "loadgroup":
+        return None
+    from nnterp.core.testing.plugin import scheduler
+
+    return scheduler(config, log)
 
 
 @contextmanager

@@ -252,7 +252,7 @@ def opened(suite: Any, label: str, recipe: str, family: Any) -> Iterator[Bench]:
 
 def _cases() -> list[Any]:
     return [
-        pytest.param(name, label, id=f"{name}-{label}", marks=pytest.mark.xdist_group("controls"))
+        pytest.param(name, label, id=f"{name}-{label}")
         for name, control in CONTROLS.items()
         for label in control.engines
     ]

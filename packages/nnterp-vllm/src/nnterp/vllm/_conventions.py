@@ -62,7 +62,7 @@ _SHARDED = (
     "tensor_parallel_size=1"
 )
 _PARTIAL = (
-    "under tensor parallelism each rank's experts give a part of it, summed only with the rest; "
+    "under tensor parallelism each rank gives a part of it, summed only with the rest; "
     "read it with tensor_parallel_size=1"
 )
 _PARALLEL = "the two sublayers of a parallel block read the same stream; there is none between"
@@ -149,13 +149,22 @@ def _pattern(raw: Any, host: Any) -> Tensor:
     return tracing.pattern(_scores(raw, host), sinks)
 
 
+def _summed_later(host: Any) -> str | None:
+    """Why a contribution is not served: parallel sublayers are summed over the ranks at once."""
+    sharded = host.root.tensor_parallel_size > 1
+    return _PARTIAL if sharded and host.facts.block == "parallel" else None
+
+
 class Attention(tracing.Attention, StandardAttention):
     """An attention around vLLM's attention layer, its child ``attn``."""
 
     attention_output: layouts.Residual = value(
-        lambda host: Site(
-            beside(lambda h: h.facts.attention_adds, "output"),
-            multiplied(host, First() | Batched()),
+        lambda host: (
+            _summed_later(host)
+            or Site(
+                beside(lambda h: h.facts.attention_adds, "output"),
+                multiplied(host, First() | Batched()),
+            )
         )
     )
     attention_queries: layouts.Queries = value(
@@ -186,8 +195,12 @@ class Mlp(tracing.Mlp, StandardMlp):
     """A dense feed-forward."""
 
     mlp_output: layouts.Residual = value(
-        lambda host: Site(
-            beside(lambda h: h.facts.mlp_adds, "output"), multiplied(host, First() | Batched())
+        lambda host: (
+            _summed_later(host)
+            or Site(
+                beside(lambda h: h.facts.mlp_adds, "output"),
+                multiplied(host, First() | Batched()),
+            )
         )
     )
     mlp_neurons: layouts.Neurons = value(
@@ -234,8 +247,8 @@ class Padded(Lens):
 
 
 _LATENT = (
-    "vLLM's latent attention works on compressed keys and values inside its kernel; set "
-    "VLLM_MLA_DISABLE=1 before the engine starts, and it makes them whole"
+    "vLLM's latent attention works on compressed keys and values inside its kernel; with "
+    "VLLM_MLA_DISABLE=1, set before the process makes its first engine, it makes them whole"
 )
 
 
@@ -275,17 +288,9 @@ def rotated(base: type[Attention], rotary: Rotary) -> type[Attention]:
 
 
 def _biased(adds: Callable[[Any], str]) -> Callable[[Any], Site | str]:
-    """A contribution given as ``(output, bias)``, which the block adds up.
+    """A contribution given as ``(output, bias)``, which the block adds up."""
 
-    In a parallel block the ranks' outputs are summed after both, so each is a part.
-    """
-
-    def resolve(host: Any) -> Site | str:
-        if host.root.tensor_parallel_size > 1 and host.facts.block == "parallel":
-            return _SHARDED
-        return Site(beside(adds, "output"), Summed() | Batched())
-
-    return resolve
+    return lambda host: _summed_later(host) or Site(beside(adds, "output"), Summed() | Batched())
 
 
 class BiasedAttention(Attention):

@@ -279,9 +279,11 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
         with contextlib.ExitStack() as stack:
             stack.enter_context(mock.patch("torch.cuda.get_device_capability", return_value=(8, 0)))
             stack.enter_context(mock.patch("torch.accelerator.empty_cache", return_value=None))
-            # The CPU kernels' packed form of the experts' weights has no meta implementation.
+            # The CPU kernels' packed form of the experts' weights has no meta implementation;
+            # before 0.28 there is none.
             packed = "vllm.model_executor.layers.fused_moe.experts.cpu_moe.cpu_prepack_moe_weight"
-            stack.enter_context(mock.patch(packed, side_effect=lambda weight, isa: weight))
+            unpacked = mock.Mock(side_effect=lambda weight, isa: weight)
+            stack.enter_context(mock.patch(packed, unpacked, create=True))
             yield
 
     def _load_meta(self, repo_id: str, **kwargs: Any) -> Module:

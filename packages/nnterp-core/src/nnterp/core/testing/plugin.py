@@ -36,7 +36,7 @@ class Plugin:
 
     A model is loaded once, for all its tests in a row, and closed before the next one. Subjects of
     one model type share a process and run engine after engine, the first engine first: the others
-    are compared with it. With pytest-xdist use ``--dist loadgroup``.
+    are compared with it; with pytest-xdist, :func:`scheduler` sees to that.
 
     Args:
         adapters: the engines, the one that the others are compared with first.
@@ -183,10 +183,39 @@ class Plugin:
             terminalreporter.write_line(f"{worst.error:9.1e}  {label}: {worst.where}")
 
 
+def group_of(test: str) -> str:
+    """What runs in one process: the subjects of one model type, or else a file's tests.
+
+    Args:
+        test: a test's id, ``"test_conformance.py::test_read[logits-gemma2-vllm]"``.
+    """
+    file, _, rest = test.partition("::")
+    _, _, parameters = rest.partition("[")
+    for part in parameters.rstrip("]").split("-"):
+        if part in RECIPES:
+            return RECIPES[part].model_type
+    return file
+
+
+def scheduler(config: pytest.Config, log: Any) -> Any:
+    """pytest-xdist's scheduler that keeps together what :func:`group_of` does.
+
+    For a ``pytest_xdist_make_scheduler`` of the conftest at the root of the tests. xdist's own
+    ``loadgroup`` puts the group into a test's id, which pytest 9.2 does not let it do any more.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Grouped(LoadScopeScheduling):  # type: ignore[misc]
+        """Groups by model type."""
+
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid)
+
+    return Grouped(config, log)
+
+
 def _parameters(chosen: Sequence[Subject]) -> list[Any]:
-    return [
-        pytest.param(one, id=one.label, marks=pytest.mark.xdist_group(one.group)) for one in chosen
-    ]
+    return [pytest.param(one, id=one.label) for one in chosen]
 
 
 def _subject(item: Any) -> Subject | None:

@@ -417,6 +417,8 @@ class Value(eproperty):
             )
         if value.dtype != old.dtype:
             raise TypeError(f"{label} is {old.dtype}, not {value.dtype}; convert with .to(...)")
+        if value.device.type == "cpu":
+            value = value.to(old.device)  # where vLLM leaves what an earlier trace saved
         if value.device != old.device:
             raise ValueError(f"{label} is on {old.device}, not {value.device}; move it with .to")
         # A copy, since kernels write into what they are given.
