@@ -23,7 +23,7 @@ IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With --dist loadgroup a file runs in one worker, and so do the checkpoints of a model type."""
+    """With --dist loadgroup, one worker for a file, and for the checkpoints of a model type."""
     if config.getvalue("dist") != "loadgroup":
         return None
     from nnterp.core.testing.plugin import scheduler

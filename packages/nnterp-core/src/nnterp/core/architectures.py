@@ -366,9 +366,7 @@ QWEN2_MOE = replace(
 
 OLMOE = replace(LLAMA, model_type="olmoe", mixture=_EXPERT_MLP)
 
-GRANITEMOE = replace(
-    GRANITE, model_type="granitemoe", mlp="block_sparse_moe", mixture=_EXPERT_MLP
-)
+GRANITEMOE = replace(GRANITE, model_type="granitemoe", mlp="block_sparse_moe", mixture=_EXPERT_MLP)
 
 PHIMOE = replace(MISTRAL, model_type="phimoe", mixture=_EXPERT_MLP)
 

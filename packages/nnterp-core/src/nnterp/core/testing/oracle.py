@@ -640,7 +640,8 @@ def _expert(experts: Any, index: int, tokens: Tensor) -> Tensor:
     def project(name: str, entering: Tensor) -> Tensor:
         weight = getattr(experts, name)[index]
         bias = getattr(experts, f"{name}_bias")[index] if experts.has_bias else 0.0
-        return entering @ (weight if experts.is_transposed else weight.T) + bias
+        projected: Tensor = entering @ (weight if experts.is_transposed else weight.T) + bias
+        return projected
 
     neurons = experts._apply_gate(project("gate_up_proj", tokens))
     return project("down_proj", neurons)

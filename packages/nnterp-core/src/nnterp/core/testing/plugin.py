@@ -205,7 +205,7 @@ def scheduler(config: pytest.Config, log: Any) -> Any:
     """
     from xdist.scheduler import LoadScopeScheduling
 
-    class Grouped(LoadScopeScheduling):  # type: ignore[misc]
+    class Grouped(LoadScopeScheduling):
         """Groups by model type."""
 
         def _split_scope(self, nodeid: str) -> str:

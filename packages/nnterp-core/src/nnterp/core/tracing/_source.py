@@ -19,9 +19,10 @@ def operations(function: Any) -> tuple[str, ...]:
     """The names of a function's operations; none where its source cannot be read."""
     function = getattr(function, "__func__", function)
     try:
-        return compiled(decorator_chain(function)[0]).names
+        names: tuple[str, ...] = compiled(decorator_chain(function)[0]).names
     except SourceNotAvailable:
         return ()
+    return names
 
 
 def opened(host: Any) -> None:
