@@ -20,7 +20,11 @@ _registered: dict[tuple[str, str], Any] = {}
 
 
 class Family(Protocol):
-    """What every family has; size functions and ``project_on_vocab`` are optional."""
+    """What every family has.
+
+    Optional are size functions, ``project_on_vocab(model, hidden)``, ``ARCHITECTURE`` and, on
+    vLLM, ``check(model)``, which raises for a model that the family cannot serve.
+    """
 
     RENAME: dict[Any, Any]
     ENVOYS: dict[Any, Any]

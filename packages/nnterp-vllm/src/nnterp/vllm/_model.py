@@ -215,6 +215,8 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
             },
             **kwargs,
         )
+        if (check := getattr(self.family, "check", None)) is not None:
+            check(self)
         # What a block mentions of the tree goes to the worker as these names.
         for envoy in (self, *self.modules()):
             envoy.__dict__["_persistent_id"] = f"Envoy:{envoy.path}"

@@ -118,7 +118,6 @@ class Plugin:
             model, bench.model = bench.model, None
             subject.adapter.close(model)
             del model
-            gc.collect()
 
     def answers(self, subject: Subject) -> References:
         """What the subject is held to."""
@@ -134,6 +133,9 @@ class Plugin:
         if group in self._prepared:
             return
         self._prepared.add(group)
+        # What was imported stays: the collector need not go through it with every model.
+        gc.collect()
+        gc.freeze()
         chosen = {one: None for one in selected if one is not None and one.group == group}
         for subject in chosen:
             self.answers(subject)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from vllm.model_executor.models.deepseek_v2 import (
     DeepseekV2Attention,
     DeepseekV2DecoderLayer,
@@ -24,3 +27,16 @@ RENAME, ENVOYS = declare(
     mlp=DeepseekV2MLP,
     mixture=DeepseekV2MoE,
 )
+
+
+def check(model: Any) -> None:
+    """Refuse float16, in which vLLM divides the whole stream to keep it in range.
+
+    Raises:
+        ValueError: the checkpoint scales its experts, and the model is loaded in float16.
+    """
+    if model.dtype == torch.float16 and model.text_config.routed_scaling_factor != 1:
+        raise ValueError(
+            f"in float16 vLLM divides {model.model_name}'s stream by its routed_scaling_factor, so "
+            f"no value would be the checkpoint's own; load it with dtype='bfloat16' or 'float32'"
+        )

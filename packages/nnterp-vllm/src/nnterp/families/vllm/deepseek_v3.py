@@ -11,6 +11,7 @@ from vllm.model_executor.models.deepseek_v2 import (
 )
 
 from nnterp.core.architectures import DEEPSEEK_V3 as ARCHITECTURE
+from nnterp.families.vllm.deepseek_v2 import check as check
 from nnterp.vllm import ExpandedAttention, FusedLayer, LatentAttention, Rotary, declare, rotated
 
 _ROTARY = Rotary(lambda host: host.config.qk_rope_head_dim, halves=True)
