@@ -8,6 +8,7 @@ Modules are imported when they are looked up, so that listing families costs not
 from __future__ import annotations
 
 import importlib
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from typing import Any, Protocol
 
@@ -33,6 +34,13 @@ class Family(Protocol):
 def module_name(model_type: str) -> str:
     """The module of a model type's family: ``modernbert_decoder`` of ``"modernbert-decoder"``."""
     return model_type.replace("-", "_").replace(".", "_")
+
+
+def _package(name: str) -> ModuleSpec | None:
+    try:
+        return find_spec(name)
+    except ModuleNotFoundError:  # no backend is installed, so there is no nnterp.families
+        return None
 
 
 def register(family: Any, *model_types: str, engine: str) -> Any:
@@ -62,7 +70,8 @@ def lookup(model_type: str, engine: str) -> Any:
     name = module_name(model_type)
     package = f"nnterp.families.{engine}"
     path = f"{package}.{name}"
-    if name.isidentifier() and name != GENERIC and find_spec(package) is not None:
+    named = name.isidentifier() and not name.startswith("_") and name != GENERIC
+    if named and _package(package) is not None:
         try:
             return importlib.import_module(path)
         except ModuleNotFoundError as error:
@@ -82,10 +91,7 @@ def known(engine: str) -> tuple[str, ...]:
     import pkgutil
 
     found = {model_type for owner, model_type in _registered if owner == engine}
-    try:
-        spec = find_spec(f"nnterp.families.{engine}")
-    except ModuleNotFoundError:
-        spec = None
+    spec = _package(f"nnterp.families.{engine}")
     if spec is not None and spec.submodule_search_locations is not None:
         found |= {
             module.name

@@ -55,6 +55,7 @@ class StandardLayer(Protocol):
     layer_mid: layouts.Residual
     layer_output: layouts.Residual
     self_attn: StandardAttention
+    linear_attn: StandardLinearAttention
     mlp: StandardMlp
 
 
@@ -74,7 +75,10 @@ class StandardModel(Protocol):
     @property
     def next_token_probs(self) -> layouts.Probabilities: ...
 
+    embed_tokens: Any
     layers: Sequence[StandardLayer]
+    norm: Any
+    lm_head: Any
     tokenizer: Any
 
     @property

@@ -168,6 +168,10 @@ class Plugin:
                 item.user_properties.append(("nnterp-worst", entry))
             bench.worst = {}
 
+    def pytest_sessionfinish(self) -> None:
+        """Let the interpreter end as usual."""
+        gc.unfreeze()
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when != "call":
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Any
 
 from torch import Tensor
@@ -23,8 +24,8 @@ def encode(prompt: Any, tokenizer: Any) -> list[int]:
     """The token ids of one prompt.
 
     Args:
-        prompt: a string (special tokens are added as the tokenizer does by default), a list
-            or tensor of token ids (taken as they are), a tokenizer's output (masked tokens
+        prompt: a string (special tokens are added as the tokenizer does by default), a list,
+            array or tensor of token ids (taken as they are), a tokenizer's output (masked tokens
             are dropped), or chat messages (through the chat template, with its generation
             prompt and no second BOS).
         tokenizer: the model's tokenizer, or ``None`` where it has none.
@@ -54,7 +55,7 @@ def encode(prompt: Any, tokenizer: Any) -> list[int]:
         mask = prompt.get("attention_mask")
         if mask is not None:
             ids = [token for token, own in zip(ids, _flat(mask), strict=True) if own]
-    elif isinstance(prompt, (list, tuple, Tensor)):
+    elif isinstance(prompt, (list, tuple, Tensor)) or hasattr(prompt, "__array__"):
         ids = _flat(prompt)
     else:
         raise TypeError(
@@ -71,6 +72,8 @@ def _flat(ids: Any) -> list[Any]:
         if ids.is_floating_point():
             raise TypeError(f"token ids are integers, not {ids.dtype}")
         ids = ids.tolist()
+    elif hasattr(ids, "__array__"):
+        ids = ids.tolist()
     flat: list[Any] = list(ids) if isinstance(ids, (list, tuple)) else [ids]
     if flat and isinstance(flat[0], (list, tuple)):
         if len(flat) > 1:
@@ -78,6 +81,6 @@ def _flat(ids: Any) -> list[Any]:
                 f"one prompt at a time, not {len(flat)}: use one tracer.invoke(...) for each"
             )
         flat = list(flat[0])
-    if any(isinstance(token, bool) or not isinstance(token, int) for token in flat):
+    if any(isinstance(token, bool) or not isinstance(token, Integral) for token in flat):
         raise TypeError("token ids are integers; for several prompts use one invoke for each")
     return flat
