@@ -99,7 +99,7 @@ def test_a_path_that_does_not_exist(engine, path):
 
 
 def test_a_name_that_is_not_in_the_cache(engine):
-    with pytest.raises((OSError, ValueError), match="someone/no-such-model|huggingface"):
+    with pytest.raises((OSError, ValueError), match=r"someone/no-such-model|huggingface"):
         load("someone/no-such-model", engine=engine)
 
 
@@ -472,6 +472,17 @@ def test_an_error_of_the_callers_own(model, refused):
         _ = 1 / 0
     with refused(llama, KeyError, "missing"), llama.prefill(P):
         _ = {}["missing"]
+
+
+def test_a_trace_inside_of_a_block(model, refused):
+    llama = model()
+    with refused(llama, RuntimeError, "inside a block"), llama.prefill(P):
+        _ = llama.layers[0].layer_output
+        with llama.prefill(P):
+            _ = llama.logits.save()
+    with refused(llama, RuntimeError, "inside a block"), llama.prefill(P):
+        _ = llama.layers[0].layer_output
+        llama.verify()
 
 
 # -- checkpoints of another kind, last: each is another engine --------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nnterp.core import load
+from nnterp.core import UnsupportedFamily, load
 from nnterp.core.testing import assert_close, build
 
 P = [5, 17, 250, 9, 33]
@@ -124,6 +124,20 @@ def test_the_stream_is_what_a_block_hands_on_in_two_halves_or_whole(only, name, 
         stream = model.layers[1].layer_output.save()
     assert len(native) == (2 if halves else 1)
     assert torch.equal(sum(native), stream[0])
+
+
+def test_an_implementation_that_the_family_does_not_know_is_refused_at_construction(path):
+    """The same checkpoint through vLLM's Transformers backend has blocks of other classes."""
+    refusal = None
+    try:
+        model = load(path, engine="vllm", model_impl="transformers")
+    except UnsupportedFamily as error:
+        refusal = str(error)
+    if refusal is None:
+        assert model.support()["layers.*.layer_output"] is None
+    else:
+        assert "LlamaDecoderLayer" in refusal
+        assert "family=" in refusal
 
 
 # -- constructs of nnsight's -----------------------------------------------------------------

@@ -39,6 +39,8 @@ def _tests() -> Iterator[tuple[str, Callable[[Bench], None]]]:
         for mark in getattr(test, "pytestmark", []):
             if mark.name == "parametrize":
                 choices[mark.args[0]] = list(mark.args[1])
+            elif mark.name == "values":
+                choices["name"] = list(mark.args)
             elif mark.name == "checkpoints":
                 wanted.append("a checkpoint with tags")
         if not set(wanted) <= set(choices):

@@ -150,5 +150,5 @@ def test_what_is_no_prompt(prompt, plain):
 
 @pytest.mark.parametrize("prompt", ["text", CHAT], ids=["text", "chat"])
 def test_text_without_a_tokenizer_says_what_is_missing(prompt):
-    with pytest.raises(ValueError, match="has no tokenizer.*token ids.*tokenizer="):
+    with pytest.raises(ValueError, match=r"has no tokenizer.*token ids.*tokenizer="):
         encode(prompt, None)

@@ -382,6 +382,33 @@ def test_a_prompt_that_hides_some_of_its_tokens(model, plain):
     assert_close(logits, expected, BOUND, "logits")
 
 
+def test_more_rows_than_prompts(model):
+    """A lone prompt's are all its own; those of several are not told apart, and not served."""
+    with model.generate(P, max_new_tokens=2, num_beams=2, do_sample=False):
+        stream = model.layers[1].layer_output.save()
+    assert tuple(stream.shape) == (2, 5, 96)
+    for options in ({"num_return_sequences": 2, "do_sample": True}, {"num_beams": 2}):
+        with pytest.raises(Unavailable, match="more rows than prompts"):
+            with model.generate(max_new_tokens=2, **options) as tracer:
+                for prompt in (P, LONG):
+                    with tracer.invoke(prompt):
+                        _ = model.layers[1].layer_output.save()
+
+
+def test_a_prompt_of_embeddings(model, plain):
+    embeddings = torch.randn(1, 5, 96, generator=torch.Generator().manual_seed(0))
+    with model.trace(inputs_embeds=embeddings):
+        size = nnsight.save([model.input_size])
+        entering = model.layers[0].layer_input.save()
+        logits = model.logits.save()
+    assert size == [(1, 5)]
+    assert torch.equal(entering, embeddings)
+    assert_close(logits, plain(inputs_embeds=embeddings).logits, BOUND, "logits")
+    with pytest.raises(Unavailable, match="called with embeddings"):
+        with model.trace(inputs_embeds=embeddings):
+            _ = model.input_ids
+
+
 # -- loading -----------------------------------------------------------------------------------
 
 

@@ -21,6 +21,7 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch._guards import detect_fake_mode
 from torch.nn import Module
 
+from nnterp.core import Unavailable
 from nnterp.core import _layouts as layouts
 from nnterp.core.protocols import StandardModel
 from nnterp.core.tracing import (
@@ -155,16 +156,27 @@ class _Mask(Argument):
         return raw[0], {**raw[1], "attention_mask": new}
 
 
+class _Ids(Argument):
+    """The ids that the model was called with, unless it was called with embeddings."""
+
+    def get(self, raw: Any, host: Any) -> Any:
+        if raw[1].get("input_ids") is None and not raw[0]:
+            raise Unavailable("the model was called with embeddings; there are no input_ids")
+        return super().get(raw, host)
+
+
 def _own_size(raw: Any, host: Any) -> tuple[int, int]:
-    ids = raw[1]["input_ids"]
+    ids = raw[1].get("input_ids")
+    if ids is None:
+        ids = raw[1]["inputs_embeds"][..., 0]
     rows = host.own_rows(running(), layouts.TOKENS, ids)
     return tuple((ids if rows is None else ids[rows]).shape)
 
 
 def _several(prompt: Any) -> bool:
     """Whether it is written as a list of prompts, be it of one."""
-    if isinstance(prompt, Tensor):
-        return prompt.dim() > 1
+    if isinstance(prompt, Tensor) or hasattr(prompt, "__array__"):
+        return prompt.ndim > 1
     return (
         isinstance(prompt, (list, tuple))
         and len(prompt) > 0
@@ -250,6 +262,8 @@ class StandardizedTransformer(Standardized, TransformersModel, StandardModel):
             envoys={**container_envoys(), **self.family.ENVOYS, **(envoys or {})},
             **kwargs,
         )
+        if family is None and not hasattr(self.family, "check"):
+            self._check_blocks()
         self._warn_of_softcap()
 
     # -- a checkpoint without a tokenizer ---------------------------------------
@@ -304,7 +318,7 @@ class StandardizedTransformer(Standardized, TransformersModel, StandardModel):
 
     # -- values ----------------------------------------------------------------
 
-    input_ids: layouts.TokenIds = value(Site(own("input"), Argument("input_ids")))
+    input_ids: layouts.TokenIds = value(Site(own("input"), _Ids("input_ids")))
     attention_mask: layouts.TokenIds = value(_mask)
     input_size: Any = value(
         Site(
@@ -354,7 +368,15 @@ class StandardizedTransformer(Standardized, TransformersModel, StandardModel):
         self, mediator: Any, layout: layouts.Layout, value: Tensor
     ) -> tuple[slice, ...] | None:
         batcher = self.interleaver.batcher
-        if batcher is None or mediator.batch_group is None or not any(batcher.pads):
+        if batcher is None or mediator.batch_group is None:
+            return None
+        if batcher.batching and value.shape[0] != mediator.batch_group[1]:
+            raise Unavailable(
+                "which rows are a prompt's own is not known where a batch of several prompts has "
+                "more rows than prompts, as with beams or num_return_sequences: give one prompt "
+                "to each trace"
+            )
+        if not any(batcher.pads):
             return None
         rows, cut = [slice(None)] * value.dim(), False
         for axis, name in enumerate(layout.axes):
@@ -416,6 +438,7 @@ class StandardizedTransformer(Standardized, TransformersModel, StandardModel):
 
     def trace(self, *inputs: Any, **kwargs: Any) -> Any:
         """nnsight's trace: one forward, with what it reads and writes in the block."""
+        self._refuse_nested()
         kwargs.setdefault("tracer_cls", ListingTracer)
         return super().trace(*inputs, **kwargs)
 

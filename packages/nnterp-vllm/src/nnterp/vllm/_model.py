@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import os
+import weakref
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from typing import Any, ClassVar
 from unittest import mock
 from weakref import WeakSet
@@ -59,6 +62,13 @@ _REFUSED: dict[str, str] = {
     "enable_prefix_caching": "a plain request would read the cache that an edited one wrote",
     "speculative_config": "a draft's tokens pass the model beside the request's own",
 }
+
+
+def _close_at_exit(reference: weakref.ref[StandardizedVLLM]) -> None:
+    model = reference()
+    if model is not None:
+        with contextlib.suppress(Exception):
+            model.close()
 
 
 _PATIENCE = 10.0
@@ -217,6 +227,8 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
         )
         if (check := getattr(self.family, "check", None)) is not None:
             check(self)
+        elif family is None:
+            self._check_blocks()
         # What a block mentions of the tree goes to the worker as these names.
         for envoy in (self, *self.modules()):
             envoy.__dict__["_persistent_id"] = f"Envoy:{envoy.path}"
@@ -324,6 +336,11 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
         engine = getattr(self.vllm_entrypoint, "llm_engine", None)
         if engine is not None and isinstance(engine.engine_core, InprocClient):
             self._in_process.add(self)
+        else:
+            # At exit Python waits for child processes before vLLM ends its own, whenever something
+            # was finalized before either was imported; what is registered now comes first.
+            self.__dict__["_at_exit"] = partial(_close_at_exit, weakref.ref(self))
+            atexit.register(self.__dict__["_at_exit"])
         return module
 
     def close(self) -> None:
@@ -331,6 +348,7 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
         entrypoint, self.vllm_entrypoint, self.closed = self.vllm_entrypoint, None, True
         if entrypoint is None:
             return
+        atexit.unregister(self.__dict__.pop("_at_exit", None))
         # By default vLLM kills what has not ended in 5 s, which leaves shared memory behind.
         if self._async_engine:
             entrypoint.shutdown(timeout=60.0)
@@ -490,6 +508,7 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
         return self._greedy(prompt, {"max_tokens": checked_length(max_new_tokens), **kwargs})
 
     def _greedy(self, prompt: tuple[Any, ...], settings: dict[str, Any]) -> Any:
+        self._refuse_nested()
         settings = {
             "temperature": 0.0,
             "ignore_eos": True,
@@ -565,6 +584,7 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
     def trace(self, *inputs: Any, **kwargs: Any) -> Any:
         """nnsight's trace: one request of the engine, with what it reads and writes in the
         block; sampling settings are keyword arguments."""
+        self._refuse_nested()
         streams = self._async_engine and not kwargs.get("remote") and not kwargs.get("serve")
         if streams and kwargs.get("backend") is None:
             kwargs["backend"] = StreamBackend(self)

@@ -52,6 +52,13 @@ SHORT = "five"
 SINGLE = ("one", SHORT, LONG)
 BATCH = (SHORT, LONG, "one", "thirteen")
 
+WRITABLE = [name for name, term in VOCABULARY.items() if term.writable]
+ROWS = [
+    name
+    for name in WRITABLE
+    if VOCABULARY[name].hosts != ("model",) and "seq" in VOCABULARY[name].layout.axes
+]
+
 
 # -- what is served --------------------------------------------------------------------------------
 
@@ -290,6 +297,7 @@ def test_write(bench: Bench, name: str) -> None:
                 _assert_case(bench, case.name)
 
 
+@pytest.mark.values(*WRITABLE)
 def test_write_on_a_step(bench: Bench, name: str) -> None:
     """An edit on the way through a generation is lost, comes at another step, or is not seen by the
     steps after it, through the cache and the token it chose."""
@@ -299,7 +307,7 @@ def test_write_on_a_step(bench: Bench, name: str) -> None:
             if bench.reasons()[key] is None:
                 _assert_refused_on_a_step(bench, key, reason)
             continue
-        if VOCABULARY[name].writable and not is_read_only(bench, key):
+        if not is_read_only(bench, key):
             for case in _cases(bench, "decode", key):
                 _assert_case(bench, case.name)
 
@@ -347,6 +355,7 @@ def _fill(model: Any, key: str, where: Any) -> None:
         model.logits.save()
 
 
+@pytest.mark.values(*ROWS)
 def test_edit_is_a_difference(bench: Bench, name: str) -> None:
     """An edit of one position disturbed rows that it does not reach: the write was not of that
     position alone, or rounded what it left alone."""
@@ -357,9 +366,7 @@ def test_edit_is_a_difference(bench: Bench, name: str) -> None:
         if (
             bench.reasons()[key] is not None
             or layout.kind != "float"
-            or not key.startswith("layers.")
             or f"{key}:in_place" not in bench.references.edited
-            or "seq" not in layout.axes
             or is_read_only(bench, key)
         ):
             continue

@@ -69,7 +69,8 @@ class Plugin:
         if "bench" not in wanted:
             return
         if "name" in wanted:
-            metafunc.parametrize("name", list(VOCABULARY))
+            marker = metafunc.definition.get_closest_marker("values")
+            metafunc.parametrize("name", list(VOCABULARY if marker is None else marker.args))
         chosen = [one for one in self.subjects if self.known.lacks(one) is None]
         for marker in metafunc.definition.iter_markers("checkpoints"):
             chosen = [one for one in chosen if set(marker.args) <= one.recipe.tags]
@@ -250,6 +251,9 @@ def install(
     """
     config.addinivalue_line(
         "markers", "checkpoints(tag, ...): a conformance test of the recipes with these tags"
+    )
+    config.addinivalue_line(
+        "markers", "values(name, ...): a conformance test of these values; of all without it"
     )
     plugin = Plugin(adapters, recipes=recipes, known=known)
     config.stash[_STASH] = plugin

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from .. import families as registry
-from .._errors import Unavailable, WrongShape
+from .._errors import Unavailable, UnsupportedFamily, WrongShape
 from .._layouts import Layout
 from .._vocabulary import VOCABULARY, terms
 from ..architectures import Architecture
 from ._generic import NO_LENS, NOT_SERVED, UNVERIFIED, Verified, adopt, watch_and_adopt
-from ._hosts import Named
+from ._hosts import Layer, Named
 from ._lenses import First
 from ._prompts import encode
 from ._values import Step, Value
@@ -143,6 +143,23 @@ class Standardized(Named):
     def _family(family: Any, model_type: Any, engine: str) -> Any:
         return family if family is not None else registry.lookup(model_type(), engine)
 
+    def _check_blocks(self) -> None:
+        """Refuse an implementation whose blocks the family that was looked up does not name."""
+        blocks = [block for block in getattr(self, "layers", ()) if not isinstance(block, Layer)]
+        if blocks:
+            found = ", ".join(sorted({type(block._module).__name__ for block in blocks}))
+            raise UnsupportedFamily(
+                f"{self.model_name} was loaded with blocks of another implementation, {found}, "
+                f"which its family does not describe; pass family= for it"
+            )
+
+    def _refuse_nested(self) -> None:
+        if self.interleaver.interleaving:
+            raise RuntimeError(
+                "a trace of this model was opened inside a block that is running in it; open it "
+                "after that block, or give both prompts to one trace with tracer.invoke(...)"
+            )
+
     # -- sizes -----------------------------------------------------------------
 
     def _size(self, name: str, default: Any) -> int:
@@ -235,6 +252,10 @@ class Standardized(Named):
                 host = block if kind == "layer" else getattr(block, kind)
             except Unavailable:
                 reason = type(block).absent[kind]
+                found |= {f"{kind}.{term.name}": reason for term in terms(kind)}
+                continue
+            except AttributeError:  # the block is of a class that the family does not name
+                reason = f"no family describes {type(block._module).__name__}"
                 found |= {f"{kind}.{term.name}": reason for term in terms(kind)}
                 continue
             for term in terms(kind):
