@@ -18,6 +18,7 @@ import torch
 from nnsight.intervention.envoy import Envoy
 from nnsight.modeling.vllm.envoys import parallel_envoys
 from nnsight.modeling.vllm.vllm import VLLM
+from vllm.platforms import current_platform
 
 from nnterp.core import (
     VOCABULARY,
@@ -807,10 +808,16 @@ def test_envoys_are_merged_over_the_familys_and_nnsights(custom):
 
 def test_other_keyword_arguments_are_passed_through(checkpoint, custom):
     """**kwargs: Passed through to VLLM (dispatch, mode, taps, and vLLM's engine arguments)."""
-    lazy = StandardizedVLLM(checkpoint("llama"), mode="async", taps=["model.layers.*.output"])
+    path, taps = checkpoint("llama"), ["model.layers.*.output"]
+    lazy = StandardizedVLLM(path, mode="async")
     assert not lazy.dispatched
     assert lazy._async_engine
-    assert lazy.taps == ("model.layers.*.output",)
+    if current_platform.is_cpu():
+        # They are for what a captured graph would hide, and nothing is captured there.
+        with pytest.raises(ValueError, match="taps: there are no CUDA graphs on the CPU"):
+            StandardizedVLLM(path, taps=taps)
+    else:
+        assert StandardizedVLLM(path, taps=taps).taps == tuple(taps)
     model = custom()
     assert model.dispatched
     assert model.vllm_entrypoint.llm_engine.model_config.max_model_len == 48

@@ -122,7 +122,13 @@ class Worst:
     """The largest error that was measured for one value."""
 
     error: float
+    allowed: float
     where: str
+
+    @property
+    def share(self) -> float:
+        """How much of what is allowed it takes."""
+        return self.error / self.allowed
 
 
 @dataclass(eq=False)
@@ -289,10 +295,9 @@ class Bench:
         assert actual.shape == expected.shape, (
             f"{label}: shape {tuple(actual.shape)}, not {tuple(expected.shape)}"
         )
-        worst = worst_row(actual, expected)
+        worst, bound = worst_row(actual, expected), self.allowed(key)
         if name not in self.worst or worst.error > self.worst[name].error:
-            self.worst[name] = Worst(worst.error, label)
-        bound = self.allowed(key)
+            self.worst[name] = Worst(worst.error, bound, label)
         assert worst.error <= bound, (
             f"{label}: row {list(worst.index)} is off by {worst.error:.2e} of its scale, "
             f"{bound:.0e} is allowed (difference {worst.difference:.2e}, scale "
