@@ -65,6 +65,11 @@ class Subject:
         """Subjects of one model type run in one process, in the order of the engines."""
         return self.recipe.model_type
 
+    @property
+    def sparse(self) -> bool:
+        """Whether a block of it is a mixture of experts."""
+        return self.recipe.reference.mixture is not None
+
     def __repr__(self) -> str:
         return f"Subject({self.label!r})"
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from nnterp.core import VOCABULARY, OutOfOrder, OutsideTrace, Unavailable, WrongShape
+from nnterp.core._vocabulary import MIXTURE
 from nnterp.core.testing.adapters import Subject
 from nnterp.core.testing.bench import (
     Bench,
@@ -159,6 +160,19 @@ def _read_on_step(model: Any, prompt: Sequence[int], key: str, wanted: int) -> A
             if step == wanted:
                 found.append(copied(value_at(model, key)))
     return found[0]
+
+
+@pytest.mark.checkpoints(sparse=False)
+def test_dense(bench: Bench) -> None:
+    """A model without experts has a value of theirs, or takes one."""
+    reasons = bench.reasons()
+    for layer in (0, bench.layers - 1):
+        for name in sorted(MIXTURE):
+            key = f"layers.{layer}.mlp.{name}"
+            reason = reasons[key]
+            assert reason is not None
+            _assert_refused(bench, key, reason)
+            _assert_no_write(bench, key, reason)
 
 
 def test_layout(bench: Bench) -> None:
@@ -381,7 +395,7 @@ def test_edit_is_a_difference(bench: Bench, name: str) -> None:
 
 def _assert_same(bench: Bench, actual: Tensor, before: Tensor, key: str, what: str) -> None:
     """To the last bit; but experts compute their tokens together, and so round together."""
-    if "mixture" in bench.subject.recipe.tags:
+    if bench.subject.sparse:
         bench.check(actual, before, key, what)
     else:
         assert torch.equal(actual, before), f"{key} {what}: rows moved that it does not reach"
@@ -449,7 +463,7 @@ def test_identity(bench: Bench) -> None:
             bench.check(sum_to_mid, mid, f"layers.{i}.layer_mid", f"as a sum, of {prompt}")
 
 
-@pytest.mark.checkpoints("mixture")
+@pytest.mark.checkpoints(sparse=True)
 def test_mixture(bench: Bench) -> None:
     """The parts of a mixture do not add up to it, or the routing is not the one that was used."""
     sparse = 0

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
 import pytest
 
 from nnterp.core import VOCABULARY
+from nnterp.core._vocabulary import MIXTURE
 from nnterp.core.testing.adapters import Adapter, Subject, subjects
 from nnterp.core.testing.bench import Bench, Worst
 from nnterp.core.testing.cases import PROMPTS
@@ -65,15 +66,13 @@ class Plugin:
         wanted = metafunc.fixturenames
         if "missing" in wanted:
             lacking = [one for one in self.subjects if self.known.lacks(one) is not None]
-            metafunc.parametrize("missing", _parameters(lacking), indirect=True)
+            labels = [one.label for one in lacking]
+            metafunc.parametrize("missing", lacking, ids=labels, indirect=True)
         if "bench" not in wanted:
             return
-        if "name" in wanted:
-            marker = metafunc.definition.get_closest_marker("values")
-            metafunc.parametrize("name", list(VOCABULARY if marker is None else marker.args))
         chosen = [one for one in self.subjects if self.known.lacks(one) is None]
         for marker in metafunc.definition.iter_markers("checkpoints"):
-            chosen = [one for one in chosen if set(marker.args) <= one.recipe.tags]
+            chosen = [one for one in chosen if one.sparse is marker.kwargs["sparse"]]
         if "fault" in wanted:
             chosen = [one for one in chosen if self.known.fault(one) is not None]
         if "peer" in wanted:
@@ -84,9 +83,21 @@ class Plugin:
                 if (other := self.peer_of(one)) is not None
                 and self.known.fault(one) is self.known.fault(other) is None
             ]
-        metafunc.parametrize("bench", _parameters(chosen), indirect=True, scope="session")
+        if "name" not in wanted:
+            labels = [one.label for one in chosen]
+            metafunc.parametrize("bench", chosen, ids=labels, indirect=True, scope="session")
+            return
+        marker = metafunc.definition.get_closest_marker("values")
+        pairs = [
+            pytest.param(name, one, id=f"{name}-{one.label}")
+            for name in (VOCABULARY if marker is None else marker.args)
+            for one in chosen
+            # What a dense model has not is the subject of one test of its own.
+            if one.sparse or name not in MIXTURE
+        ]
+        metafunc.parametrize("name, bench", pairs, indirect=["bench"], scope="session")
 
-    @pytest.hookimpl(tryfirst=True)
+    @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Group after group, engine after engine within it; the rest stays where it was."""
         places = [i for i, item in enumerate(items) if _subject(item) is not None]
@@ -170,8 +181,10 @@ class Plugin:
             bench.worst = {}
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self, item: pytest.Item) -> Iterator[Any]:
-        report: pytest.TestReport = yield
+    def pytest_runtest_makereport(
+        self, item: pytest.Item
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
         if report.skipped and _subject(item) is not None:
             report.outcome = "failed"
             report.longrepr = f"a conformance test is not skipped: {report.longrepr}"
@@ -186,8 +199,8 @@ class Plugin:
             return
         for key, entry in report.user_properties:
             if key == "nnterp-worst":
-                label, *rest = cast("tuple[str, float, float, str]", entry)
-                worst = Worst(*rest)
+                label, error, allowed, where = cast("tuple[str, float, float, str]", entry)
+                worst = Worst(error, allowed, where)
                 if label not in self.worst or worst.share > self.worst[label].share:
                     self.worst[label] = worst
 
@@ -233,10 +246,6 @@ def scheduler(config: pytest.Config, log: Any) -> Any:
     return Grouped(config, log)
 
 
-def _parameters(chosen: Sequence[Subject]) -> list[Any]:
-    return [pytest.param(one, id=one.label) for one in chosen]
-
-
 def _subject(item: Any) -> Subject | None:
     parameters: dict[str, Any] = getattr(getattr(item, "callspec", None), "params", {})
     subject = parameters.get("bench", parameters.get("missing"))
@@ -262,7 +271,8 @@ def install(
         known: their known faults, and what they cannot load.
     """
     config.addinivalue_line(
-        "markers", "checkpoints(tag, ...): a conformance test of the recipes with these tags"
+        "markers",
+        "checkpoints(sparse=...): a conformance test of checkpoints with a mixture, or without",
     )
     config.addinivalue_line(
         "markers", "values(name, ...): a conformance test of these values; of all without it"
