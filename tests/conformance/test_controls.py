@@ -20,11 +20,14 @@ import torch
 from torch import Tensor
 
 from nnterp.core import VOCABULARY, OutsideTrace, families
+from nnterp.core._vocabulary import MIXTURE
 from nnterp.core.testing import RECIPES, build, conformance
 from nnterp.core.testing.adapters import Subject
 from nnterp.core.testing.bench import Bench
 from nnterp.core.testing.references import references
 from nnterp.core.tracing import Attention, Layer, Lens, Site, Value
+
+DENSE = [name for name in VOCABULARY if name not in MIXTURE]
 
 # -- every test on one model -----------------------------------------------------------------------
 
@@ -35,14 +38,14 @@ def _tests() -> Iterator[tuple[str, Callable[[Bench], None]]]:
         if not getattr(test, "__name__", "").startswith("test_"):
             continue
         wanted = [name for name in inspect.signature(test).parameters if name != "bench"]
-        choices: dict[str, list[Any]] = {"name": list(VOCABULARY)}
+        choices: dict[str, list[Any]] = {"name": DENSE}
         for mark in getattr(test, "pytestmark", []):
             if mark.name == "parametrize":
                 choices[mark.args[0]] = list(mark.args[1])
             elif mark.name == "values":
-                choices["name"] = list(mark.args)
-            elif mark.name == "checkpoints":
-                wanted.append("a checkpoint with tags")
+                choices["name"] = [name for name in mark.args if name in DENSE]
+            elif mark.name == "checkpoints" and mark.kwargs["sparse"]:
+                wanted.append("a mixture")
         if not set(wanted) <= set(choices):
             continue
         for values in itertools.product(*(choices[name] for name in wanted)):

@@ -9,7 +9,7 @@ import workload
 
 pytestmark = pytest.mark.slow
 
-COUNT = 60
+COUNT = 72
 
 
 def soaked(checkpoint, count, longest, **options):

@@ -87,10 +87,10 @@ class Plugin:
             labels = [one.label for one in chosen]
             metafunc.parametrize("bench", chosen, ids=labels, indirect=True, scope="session")
             return
-        marker = metafunc.definition.get_closest_marker("values")
+        values = metafunc.definition.get_closest_marker("values")
         pairs = [
             pytest.param(name, one, id=f"{name}-{one.label}")
-            for name in (VOCABULARY if marker is None else marker.args)
+            for name in (VOCABULARY if values is None else values.args)
             for one in chosen
             # What a dense model has not is the subject of one test of its own.
             if one.sparse or name not in MIXTURE
