@@ -67,8 +67,12 @@ def live(count: int, settle: int, report: Any = None) -> tuple[dict[str, float],
         The growth by process, and how many requests the worker still holds.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    from vllm import envs
+
     from nnterp.vllm import StandardizedVLLM
 
+    # An engine that another test left in this process has frozen vLLM's settings.
+    envs.disable_envs_cache()
     with StandardizedVLLM(
         str(build("llama")), dtype="float32", max_model_len=128, dispatch=True
     ) as model:

@@ -225,10 +225,14 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
             },
             **kwargs,
         )
-        if (check := getattr(self.family, "check", None)) is not None:
-            check(self)
-        elif family is None:
-            self._check_blocks()
+        try:
+            if (check := getattr(self.family, "check", None)) is not None:
+                check(self)
+            elif family is None:
+                self._check_blocks()
+        except BaseException:
+            self.close()
+            raise
         # What a block mentions of the tree goes to the worker as these names.
         for envoy in (self, *self.modules()):
             envoy.__dict__["_persistent_id"] = f"Envoy:{envoy.path}"
@@ -307,6 +311,11 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
             release_classes()
 
     def _meta(self, repo_id: str, **kwargs: Any) -> Module:
+        from vllm.distributed import parallel_state
+
+        if parallel_state._EP is None and not self._in_process:
+            # Groups that a dense model left in this process have none for a mixture's experts.
+            parallel_state.destroy_model_parallel()
         # The tree is never run, so nothing in it should prepare to be compiled.
         kwargs["enforce_eager"] = True
         if not kwargs.get("skip_tokenizer_init"):
@@ -359,8 +368,11 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
         if not isinstance(core, InprocClient):
             core.shutdown(timeout=60.0)
             return
+        from vllm import envs
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
+        # An engine freezes vLLM's settings for its process, which goes on to make others.
+        envs.disable_envs_cache()
         self._in_process.discard(self)
         if self._in_process:
             # The others of this process run in the same groups, which vLLM would end too.
