@@ -313,9 +313,13 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
     def _meta(self, repo_id: str, **kwargs: Any) -> Module:
         from vllm.distributed import parallel_state
 
-        if parallel_state._EP is None and not self._in_process:
-            # Groups that a dense model left in this process have none for a mixture's experts.
-            parallel_state.destroy_model_parallel()
+        if parallel_state.model_parallel_is_initialized() and parallel_state._EP is None:
+            # A dense model's groups, of this one process, lack the one of a mixture's experts.
+            world = parallel_state.get_world_group()
+            backend = torch.distributed.get_backend(world.device_group)
+            parallel_state._EP = parallel_state.init_model_parallel_group(
+                [world.ranks], world.local_rank, backend, group_name="ep"
+            )
         # The tree is never run, so nothing in it should prepare to be compiled.
         kwargs["enforce_eager"] = True
         if not kwargs.get("skip_tokenizer_init"):
