@@ -129,6 +129,10 @@ def test_latent_attention(open_model, checkpoint, reference, monkeypatch, name):
         reasons = model.support(1)
         for key in keys:
             assert "VLLM_MLA_DISABLE=1" in reasons[f"self_attn.{key}"]
+    from vllm import envs
+
+    # An engine that is alive in this process keeps vLLM's settings frozen.
+    envs.disable_envs_cache()
     monkeypatch.setenv("VLLM_MLA_DISABLE", "1")
     oracle, at = reference(name), "layers.1.self_attn"
     record = oracle.run(P)
