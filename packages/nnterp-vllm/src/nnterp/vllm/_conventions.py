@@ -100,16 +100,26 @@ class PlainLayer(tracing.Layer, StandardLayer):
 
 
 def _kernel(host: Any) -> Any:
-    return host.get("attn")._module
+    return host.get(host.kernel)._module
 
 
-def _interior(site: Callable[[Any], Site]) -> Callable[[Any], Site | str]:
-    """``site``, unless each rank has some of the heads only, or the layer is out of reach."""
+def _interior(
+    side: str,
+    lens: Lens | Callable[[Any], Lens],
+    *,
+    read_only: str | None = None,
+    decode: str | None = None,
+) -> Callable[[Any], Site | str]:
+    """What the attention layer takes or gives, seen through ``lens``, unless each rank has some
+    of the heads only, or the layer is out of reach."""
 
     def resolve(host: Any) -> Site | str:
         if host.root.tensor_parallel_size > 1:
             return _SHARDED
-        return site(host) if "attn" in host._module._modules else _NO_KERNEL
+        if host.kernel.split(".")[0] not in host._module._modules:
+            return _NO_KERNEL
+        seen = lens if isinstance(lens, Lens) else lens(host)
+        return Site(under(host.kernel, side), seen, read_only=read_only, decode=decode)
 
     return resolve
 
@@ -126,18 +136,23 @@ _OUTPUTS: Lens = Heads(lambda host: _kernel(host).num_heads, inside=True)
 
 def _queries(host: Any) -> Lens:
     # vLLM's kernel scales; where the architecture's queries come scaled, they are seen so.
-    return _QUERIES | Scaled(_scale) if host.facts.attention.scaled_queries else _QUERIES
+    seen = _QUERIES | Scaled(_scale) if host.facts.attention.scaled_queries else _QUERIES
+    return seen | host.channels
+
+
+def _keys(host: Any) -> Lens:
+    keys: Lens = host.kernel_keys
+    return keys | host.channels
 
 
 def _scores(raw: Any, host: Any) -> Tensor:
     facts, config = host.facts.attention, host.config
     return tracing.scores(
         _QUERIES.get(raw, host),
-        _KEYS.get(raw, host),
+        host.kernel_keys.get(raw, host),
         scale=_scale(host),
         softcap=facts.softcap(config),
-        # The layer's own: vLLM gives Cohere-2 one position more than its config says.
-        window=_kernel(host).sliding_window,
+        window=host.window,
         chunk=getattr(_kernel(host), "attention_chunk_size", None),
         slopes=facts.slopes(config),
     )
@@ -156,7 +171,23 @@ def _summed_later(host: Any) -> str | None:
 
 
 class Attention(tracing.Attention, StandardAttention):
-    """An attention around vLLM's attention layer, its child ``attn``."""
+    """An attention around vLLM's attention layer."""
+
+    kernel: ClassVar[str] = "attn"
+    """That layer's path under it."""
+
+    kernel_keys: ClassVar[Lens] = _KEYS
+    """The keys in what that layer takes."""
+
+    channels: ClassVar[Lens] = Lens()
+    """The channels of its queries and keys in transformers' order."""
+
+    @property
+    def window(self) -> int | None:
+        """The number of positions a query sees, or ``None`` where it sees all before it."""
+        # The layer's own: vLLM gives Cohere-2 one position more than its config says.
+        found: int | None = _kernel(self).sliding_window
+        return found
 
     attention_output: layouts.Residual = value(
         lambda host: (
@@ -167,28 +198,16 @@ class Attention(tracing.Attention, StandardAttention):
             )
         )
     )
-    attention_queries: layouts.Queries = value(
-        _interior(lambda host: Site(under("attn", "input"), _queries(host)))
-    )
-    attention_keys: layouts.Keys = value(
-        _interior(lambda host: Site(under("attn", "input"), _KEYS))
-    )
-    attention_values: layouts.Values = value(
-        _interior(lambda host: Site(under("attn", "input"), _VALUES))
-    )
+    attention_queries: layouts.Queries = value(_interior("input", _queries))
+    attention_keys: layouts.Keys = value(_interior("input", _keys))
+    attention_values: layouts.Values = value(_interior("input", _VALUES))
     attention_scores: layouts.Pattern = value(
-        _interior(
-            lambda host: Site(under("attn", "input"), Derived(_scores, _READ_ONLY), decode=_DECODE)
-        )
+        _interior("input", Derived(_scores, _READ_ONLY), decode=_DECODE)
     )
     attention_probabilities: layouts.Pattern = value(
-        _interior(
-            lambda host: Site(under("attn", "input"), Derived(_pattern, _READ_ONLY), decode=_DECODE)
-        )
+        _interior("input", Derived(_pattern, _READ_ONLY), decode=_DECODE)
     )
-    attention_head_outputs: layouts.HeadOutputs = value(
-        _interior(lambda host: Site(under("attn", "output"), _OUTPUTS))
-    )
+    attention_head_outputs: layouts.HeadOutputs = value(_interior("output", _OUTPUTS))
 
 
 class Mlp(tracing.Mlp, StandardMlp):
@@ -247,43 +266,85 @@ class Padded(Lens):
 
 
 _LATENT = (
-    "vLLM's latent attention works on compressed keys and values inside its kernel; with "
-    "VLLM_MLA_DISABLE=1, set before the process makes its first engine, it makes them whole"
+    "vLLM's latent attention makes it from latents inside its kernel, and caches those, so it is "
+    "computed once more; with VLLM_MLA_DISABLE=1, set before the process makes its first engine, "
+    "vLLM makes and caches it whole, and it can be written"
+)
+_QUERIES_ONLY = (
+    "vLLM computes it inside a kernel, so it is recomputed from the queries and latents; edit the "
+    "queries or head outputs instead"
+)
+_PACKED = (
+    "vLLM's latent attention for AMX keeps no weights but in a packed form, so there is nothing to "
+    "compute it with; load with attention_backend='CPU_MLA', or set VLLM_MLA_DISABLE=1 before the "
+    "process makes its first engine"
 )
 
 
-class LatentAttention(Attention):
-    """An attention on latents, which no value describes."""
+class _Expanded(Lens):
+    """The keys or values that a kernel makes of latents, by its own projection."""
 
-    attention_queries: layouts.Queries = unavailable(_LATENT)
-    attention_keys: layouts.Keys = unavailable(_LATENT)
-    attention_values: layouts.Values = unavailable(_LATENT)
-    attention_scores: layouts.Pattern = unavailable(_LATENT)
-    attention_probabilities: layouts.Pattern = unavailable(_LATENT)
-    attention_head_outputs: layouts.HeadOutputs = unavailable(_LATENT)
+    def __init__(self, part: int) -> None:
+        self.part = part
+
+    def get(self, raw: Any, host: Any) -> Tensor:
+        kernel, interleaver = _kernel(host), host.interleaver
+        latents, turned = Argument(1).get(raw, host), Argument(2).get(raw, host)
+        kept, interleaver.interleaving = interleaver.interleaving, False
+        try:
+            found = kernel.kv_b_proj(latents)[0].unflatten(-1, (kernel.num_heads, -1))
+        finally:
+            interleaver.interleaving = kept
+        plain, values = found.split([kernel.qk_nope_head_dim, kernel.v_head_dim], -1)
+        keys = torch.cat([plain, turned.expand(-1, kernel.num_heads, -1)], -1)
+        return (keys, values)[self.part].transpose(0, 1).unsqueeze(0)
+
+
+def _of_latents(site: Callable[[Any], Site | str]) -> Callable[[Any], Site | str]:
+    """``site``, unless the kernel gave away the weights that make keys and values."""
+
+    def resolve(host: Any) -> Site | str:
+        found = site(host)
+        if isinstance(found, str) or not getattr(_kernel(host), "is_amx_bmm_enabled", False):
+            return found
+        return _PACKED
+
+    return resolve
+
+
+class LatentAttention(Attention):
+    """An attention whose kernel takes latents and makes keys and values of them."""
+
+    kernel: ClassVar[str] = "mla_attn.mla_attn"
+    kernel_keys: ClassVar[Lens] = _Expanded(0)
+
+    @property
+    def window(self) -> int | None:
+        """The number of positions a query sees, or ``None`` where it sees all before it."""
+        return self.facts.attention.window(self.config, self.index)
+
+    attention_keys: layouts.Keys = value(_of_latents(_interior("input", _keys, read_only=_LATENT)))
+    attention_values: layouts.Values = value(
+        _of_latents(_interior("input", _Expanded(1), read_only=_LATENT))
+    )
+    attention_scores: layouts.Pattern = value(
+        _of_latents(_interior("input", Derived(_scores, _QUERIES_ONLY), decode=_DECODE))
+    )
+    attention_probabilities: layouts.Pattern = value(
+        _of_latents(_interior("input", Derived(_pattern, _QUERIES_ONLY), decode=_DECODE))
+    )
 
 
 class ExpandedAttention(Attention):
     """An attention on latents that are expanded to keys and values before it."""
 
-    attention_values: layouts.Values = value(
-        _interior(lambda host: Site(under("attn", "input"), _VALUES | Padded()))
-    )
-    attention_head_outputs: layouts.HeadOutputs = value(
-        _interior(lambda host: Site(under("attn", "output"), _OUTPUTS | Padded()))
-    )
+    attention_values: layouts.Values = value(_interior("input", _VALUES | Padded()))
+    attention_head_outputs: layouts.HeadOutputs = value(_interior("output", _OUTPUTS | Padded()))
 
 
 def rotated(base: type[Attention], rotary: Rotary) -> type[Attention]:
     """``base`` with its queries' and keys' channels in transformers' order."""
-    queries = value(_interior(lambda host: Site(under("attn", "input"), _QUERIES | rotary)))
-    keys = value(_interior(lambda host: Site(under("attn", "input"), _KEYS | rotary)))
-    members = {
-        "attention_queries": queries,
-        "attention_keys": keys,
-        "__doc__": base.__doc__,
-        "__module__": base.__module__,
-    }
+    members = {"channels": rotary, "__doc__": base.__doc__, "__module__": base.__module__}
     return type(base.__name__, (base,), members)
 
 

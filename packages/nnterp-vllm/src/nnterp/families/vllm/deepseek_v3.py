@@ -21,7 +21,7 @@ RENAME, ENVOYS = declare(
     layer=DeepseekV2DecoderLayer,
     attention={
         DeepseekV2Attention: rotated(ExpandedAttention, _ROTARY),
-        DeepseekV2MLAAttention: LatentAttention,
+        DeepseekV2MLAAttention: rotated(LatentAttention, _ROTARY),
     },
     mlp=DeepseekV2MLP,
     mixture=DeepseekV2MoE,
