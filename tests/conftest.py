@@ -21,6 +21,12 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    from nnterp.core.testing.option import add_option
+
+    add_option(parser)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With --dist loadgroup, one worker for a file, and for the checkpoints of a model type."""

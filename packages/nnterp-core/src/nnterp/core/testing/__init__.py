@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-from nnterp.core.testing.checkpoints import (
-    RECIPES,
-    Recipe,
-    Reference,
-    build,
-    cache_root,
-    smollm2,
-)
-from nnterp.core.testing.oracle import PATCHES, Edit, Oracle, Record
-from nnterp.core.testing.tolerance import WorstRow, assert_close, row_error, worst_row
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nnterp.core.testing.checkpoints import RECIPES as RECIPES
+    from nnterp.core.testing.checkpoints import Recipe as Recipe
+    from nnterp.core.testing.checkpoints import Reference as Reference
+    from nnterp.core.testing.checkpoints import build as build
+    from nnterp.core.testing.checkpoints import cache_root as cache_root
+    from nnterp.core.testing.checkpoints import smollm2 as smollm2
+    from nnterp.core.testing.oracle import PATCHES as PATCHES
+    from nnterp.core.testing.oracle import Edit as Edit
+    from nnterp.core.testing.oracle import Oracle as Oracle
+    from nnterp.core.testing.oracle import Record as Record
+    from nnterp.core.testing.tolerance import WorstRow as WorstRow
+    from nnterp.core.testing.tolerance import assert_close as assert_close
+    from nnterp.core.testing.tolerance import row_error as row_error
+    from nnterp.core.testing.tolerance import worst_row as worst_row
+
+_PLACES = {
+    "checkpoints": ("RECIPES", "Recipe", "Reference", "build", "cache_root", "smollm2"),
+    "oracle": ("PATCHES", "Edit", "Oracle", "Record"),
+    "tolerance": ("WorstRow", "assert_close", "row_error", "worst_row"),
+}
 
 __all__ = [
     "PATCHES",
@@ -29,3 +43,11 @@ __all__ = [
     "smollm2",
     "worst_row",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Each brings in torch or transformers, which whoever needs another part does without.
+    for module, names in _PLACES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

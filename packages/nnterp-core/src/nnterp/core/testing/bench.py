@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -140,6 +141,8 @@ class Bench:
         model: the model, loaded.
         references: what it is held to; with the patch of a known fault, if it has one.
         worst: the largest errors measured so far, by the value's name.
+        errors: likewise of values as they were read, by key, each with where it was.
+        writable: which of the values that were tried can be written, by key.
     """
 
     subject: Subject
@@ -147,6 +150,8 @@ class Bench:
     references: References = field(repr=False)
     bound: float = BOUND
     worst: dict[str, Worst] = field(default_factory=dict)
+    errors: dict[str, tuple[float, str]] = field(default_factory=dict, repr=False)
+    writable: dict[str, bool] = field(default_factory=dict, repr=False)
     _order: list[str] | None = field(default=None, repr=False)
     _read: dict[Any, Any] = field(default_factory=dict, repr=False)
 
@@ -276,7 +281,9 @@ class Bench:
         """How far a row of a value may be off."""
         return max(self.bound, LOOSER.get(key.rsplit(".", 1)[-1], 0.0))
 
-    def check(self, actual: Any, expected: Any, key: str, what: str = "") -> None:
+    def check(
+        self, actual: Any, expected: Any, key: str, what: str = "", *, as_read: bool = False
+    ) -> None:
         """Fail unless a value is what it must be, row by row.
 
         Args:
@@ -284,18 +291,29 @@ class Bench:
             expected: the reference's.
             key: the value's key.
             what: where it was read.
+            as_read: whether ``actual`` is the value itself, of an unedited run, and ``expected``
+                the reference's, so that the error is one for the report.
         """
         label = f"{key} {what}".strip()
+
+        def note(error: float) -> None:
+            if as_read and (key not in self.errors or error > self.errors[key][0]):
+                self.errors[key] = error, label
+
         if not isinstance(expected, Tensor):
+            note(0.0 if actual == expected else math.inf)
             assert actual == expected, f"{label}: {actual}, not {expected}"
             return
         assert isinstance(actual, Tensor), f"{label} is a {type(actual).__name__}"
         name = key.rsplit(".", 1)[-1]
         expected = aligned(actual, expected, name)
+        if actual.shape != expected.shape:
+            note(math.inf)
         assert actual.shape == expected.shape, (
             f"{label}: shape {tuple(actual.shape)}, not {tuple(expected.shape)}"
         )
         worst, bound = worst_row(actual, expected), self.allowed(key)
+        note(worst.error)
         if name not in self.worst or worst.error > self.worst[name].error:
             self.worst[name] = Worst(worst.error, bound, label)
         assert worst.error <= bound, (

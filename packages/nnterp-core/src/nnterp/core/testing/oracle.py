@@ -470,14 +470,19 @@ def _watched_attention(tap: _Tap, prefix: str, attention: Any, sinks: bool) -> I
 def _watched_expansion(tap: _Tap, prefix: str, attention: Any) -> Iterator[None]:
     """Keys and values as latents are expanded to them, those of the step's own tokens.
 
-    The cache does not hold them, so an edit is of one step.
+    The cache does not hold them, so what was edited is put in its place again in every step.
     """
     native = attention.expand_kv
+    written: dict[str, Tensor] = {}
 
     def own(name: str, whole: Tensor) -> Tensor:
         count = tap.steps[-1]["input_ids"].shape[1]
+        if name in written:
+            whole = torch.cat([written[name], whole[:, :, written[name].shape[2] :]], 2)
         edited = tap(f"{prefix}.{name}", whole[:, :, -count:])
-        return whole if edited is None else torch.cat([whole[:, :, :-count], edited], 2)
+        if edited is not None:
+            whole = written[name] = torch.cat([whole[:, :, :-count], edited], 2)
+        return whole
 
     def expand_kv(*latents: Tensor) -> tuple[Tensor, Tensor]:
         keys, values = native(*latents)

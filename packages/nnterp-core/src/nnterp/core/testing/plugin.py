@@ -8,6 +8,34 @@ A conftest registers it with its engines::
 and a test module beside it imports the tests::
 
     from nnterp.core.testing.conformance import *
+
+``--conformance-report FILE`` writes what a run found as JSON, if the conftest at the root declares
+the option with :func:`nnterp.core.testing.option.add_option`. It holds nothing of the day or the
+machine's name, errors have two digits, and the order is always the same, so that a report that is
+kept shows its changes line by line::
+
+    format      1, the version of this layout
+    versions    of python, of the packages, and of each engine by its label under "engines"
+    platform    "Linux x86_64"
+    suite       the outcomes of the tests of no subject, as a subject's "tests"
+    subjects    by label, "gemma2-vllm", those of which a test ran:
+      engine      the adapter's label
+      checkpoint  the recipe's name
+      model_type  transformers' name of the architecture
+      family      the module of the family, null where it is none or no model was loaded
+      faults      the known faults that the subject has: version, cause, value, size, patch
+      missing     null, or version and cause of a checkpoint that the engine cannot load
+      tests       passed and failed, how many; failed_ids, of pytest, sorted
+      values      by key within its block, "mlp.mlp_output", in the order of the vocabulary:
+        status      "served", "unavailable", or "partly" where blocks differ
+        reason      why not; not there where all is served
+        layers      the blocks that serve it; only there where it is served partly
+        decode      why it is not served on decode steps; not there where it is
+        writable    whether it can be written; null if no test of this run tried
+        error       the largest error of a row as it was read, of its magnitude, against the
+                    reference with the patch of the known fault; null if no test measured it; "inf"
+        where       the block and the prompt of that error; null if there is none
+        bound       how large it may be
 """
 
 from __future__ import annotations
@@ -16,6 +44,7 @@ import gc
 import sys
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -28,8 +57,12 @@ from nnterp.core.testing.cases import PROMPTS
 from nnterp.core.testing.checkpoints import RECIPES, Recipe, build
 from nnterp.core.testing.faults import Fault, Known, Missing
 from nnterp.core.testing.references import References, references
+from nnterp.core.testing.report import Facts, Findings, facts, option
 
 NOTHING_KNOWN = Known()
+
+# What a test tells of itself, in the properties of its report, which pytest-xdist carries along.
+_TESTED, _WORST, _FACTS = "nnterp-tested", "nnterp-worst", "nnterp-facts"
 
 
 class Plugin:
@@ -43,6 +76,7 @@ class Plugin:
         adapters: the engines, the one that the others are compared with first.
         recipes: the checkpoints.
         known: their known faults, and what they cannot load.
+        report: the file that the report goes to, or ``None``.
     """
 
     def __init__(
@@ -51,6 +85,7 @@ class Plugin:
         *,
         recipes: Sequence[Recipe] = tuple(RECIPES.values()),
         known: Known = NOTHING_KNOWN,
+        report: Path | None = None,
     ) -> None:
         self.adapters = list(adapters)
         self.known = known
@@ -59,6 +94,9 @@ class Plugin:
         self.peers: dict[str, Bench] = {}
         self._prepared: set[str] = set()
         self.worst: dict[str, Worst] = {}
+        self.report = report
+        self.findings = Findings()
+        self._told: set[Bench] = set()
 
     # -- collection --------------------------------------------------------------
 
@@ -169,6 +207,14 @@ class Plugin:
 
     # -- report ------------------------------------------------------------------
 
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        subject = _subject(item)
+        if subject is not None:
+            item.user_properties.append((_TESTED, subject.label))
+        elif "suite" in getattr(item, "fixturenames", ()):
+            item.user_properties.append((_TESTED, None))
+
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
         yield
@@ -177,8 +223,12 @@ class Plugin:
             label = bench.subject.label
             for worst in bench.worst.values():
                 entry = (label, worst.error, worst.allowed, worst.where)
-                item.user_properties.append(("nnterp-worst", entry))
+                item.user_properties.append((_WORST, entry))
             bench.worst = {}
+            if self.report is not None:
+                first = bench not in self._told
+                self._told.add(bench)
+                item.user_properties.append((_FACTS, (label, facts(bench, first))))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
@@ -190,19 +240,27 @@ class Plugin:
             report.longrepr = f"a conformance test is not skipped: {report.longrepr}"
         return report
 
-    def pytest_sessionfinish(self) -> None:
-        """Let the interpreter end as usual."""
-        gc.unfreeze()
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        gc.unfreeze()  # Let the interpreter end as usual.
+        # Under pytest-xdist every worker has a plugin too; what they found has come to this one.
+        if self.report is not None and not hasattr(session.config, "workerinput"):
+            self.findings.write(self.report, self.subjects, self.known)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        told = dict(report.user_properties)
+        if _TESTED in told:
+            label = cast("str | None", told[_TESTED])
+            self.findings.outcome(report.nodeid, label, report.when, report.outcome)
         if report.when != "call":
             return
         for key, entry in report.user_properties:
-            if key == "nnterp-worst":
+            if key == _WORST:
                 label, error, allowed, where = cast("tuple[str, float, float, str]", entry)
                 worst = Worst(error, allowed, where)
                 if label not in self.worst or worst.share > self.worst[label].share:
                     self.worst[label] = worst
+            elif key == _FACTS:
+                self.findings.add(*cast("tuple[str, Facts]", entry))
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         if not self.worst:
@@ -277,7 +335,7 @@ def install(
     config.addinivalue_line(
         "markers", "values(name, ...): a conformance test of these values; of all without it"
     )
-    plugin = Plugin(adapters, recipes=recipes, known=known)
+    plugin = Plugin(adapters, recipes=recipes, known=known, report=option(config))
     config.stash[_STASH] = plugin
     config.pluginmanager.register(plugin, "nnterp-conformance")
     config.pluginmanager.register(sys.modules[__name__], "nnterp-conformance-fixtures")
