@@ -16,6 +16,7 @@ ALWAYS = (
     *("llama", "gpt2", "gemma2", "mistral", "qwen2", "qwen3", "gptj", "gpt_neox", "gpt_neox_seq"),
     *("opt", "opt_postln", "falcon", "falcon_new", "falcon_seq", "falcon_seq_bias"),
     *("falcon_alibi", "bloom", "olmo2", "granite", "cohere", "cohere2", "cohere2_window", "arcee"),
+    *("phi", "starcoder2"),
 )
 
 # Values that plain transformers has and an engine leaves out, by the engine's label.

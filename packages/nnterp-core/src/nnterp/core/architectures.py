@@ -197,6 +197,16 @@ QWEN3 = replace(MISTRAL, model_type="qwen3")
 
 ARCEE = replace(LLAMA, model_type="arcee")
 
+STARCODER2 = replace(MISTRAL, model_type="starcoder2", down_projection="c_proj")
+
+PHI = replace(
+    LLAMA,
+    model_type="phi",
+    norm="model.final_layernorm",
+    block="parallel",
+    down_projection="fc2",
+)
+
 OLMO2 = replace(
     LLAMA,
     model_type="olmo2",

@@ -499,6 +499,26 @@ RECIPES: dict[str, Recipe] = _recipes(
         tags=frozenset({"bias", "groups", "head_dim"}),
     ),
     Recipe(
+        name="phi",
+        model_type="phi",
+        config=_LLAMA | {"num_key_value_heads": 4},
+        reference=Reference(
+            final_norm="model.final_layernorm",
+            projection="self_attn.dense",
+            middle=None,
+            down="mlp.fc2",
+        ),
+        tags=frozenset({"bias", "head_bias", "parallel", "partial_rotary"}),
+    ),
+    Recipe(
+        name="starcoder2",
+        model_type="starcoder2",
+        config=_LLAMA | {"sliding_window": 8},
+        window=8,
+        reference=Reference(down="mlp.c_proj"),
+        tags=frozenset({"bias", "groups", "window"}),
+    ),
+    Recipe(
         name="mixtral",
         model_type="mixtral",
         config=_OWN_HEAD_DIM | {"num_local_experts": 4, "num_experts_per_tok": 2},
@@ -559,8 +579,14 @@ RECIPES: dict[str, Recipe] = _recipes(
     Recipe(
         name="phimoe",
         model_type="phimoe",
-        config=_LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2, "attention_bias": True},
-        # vLLM spells it so, always has the attention's biases, and never the head's.
+        config=_LLAMA
+        | {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "attention_bias": True,
+            "lm_head_bias": True,
+        },
+        # vLLM spells it so, and always has the attention's biases.
         architecture="PhiMoEForCausalLM",
         reference=Reference(mixture=MixtureReference(router="mlp.router")),
         tags=frozenset({"bias", "groups", "mixture"}),
