@@ -16,7 +16,7 @@ import torch
 from nnsight.intervention.source import instrument, make_op
 from torch import Tensor
 
-from nnterp.core import tracing
+from nnterp.core import Unavailable, tracing
 from nnterp.core.tracing import Argument, Derived, First, Lens, Site, opened, operations, own, under
 
 # transformers' implementations that take a softcap and apply none.
@@ -41,7 +41,8 @@ class Call:
         function: host to the function that it calls under ``eager``.
         softmax, dropout: the operations in there that take the scores and give the pattern.
         scores: where the scores are in what ``softmax`` takes.
-        cached: whether the keys and values are those that the cache holds.
+        expansion: the attention's method that makes the keys and values of all positions in every
+            step, where the cache holds what they are made of; without it the cache holds them.
     """
 
     name: str = "attention_interface_1"
@@ -51,7 +52,7 @@ class Call:
     softmax: str = "nn_functional_softmax_0"
     dropout: str = "nn_functional_dropout_0"
     scores: Lens = _FIRST
-    cached: bool = True
+    expansion: str | None = None
 
 
 SHARED = Call()
@@ -78,6 +79,12 @@ def _refused(host: Any) -> str | None:
     return refused(host, host.call.name)
 
 
+def _expansion(host: Any) -> str | None:
+    """The operation that makes keys and values of what the cache holds, where those are not it."""
+    name = host.call.expansion
+    return f"self_{name}_0" if name is not None and hasattr(host._module, name) else None
+
+
 def _open_eager(host: Any) -> None:
     """Serve the operations inside the eager call as well."""
     opened(host)
@@ -91,10 +98,60 @@ def _open_eager(host: Any) -> None:
         )
 
 
+class _Written:
+    """An attention's expansion in which what a block wrote stays written.
+
+    Attributes:
+        expand: the attention's own, which gives keys and values, ``[batch, heads, all, width]``.
+        kept: the written ones by place, 0 for keys, and rows, as they were in that step.
+    """
+
+    def __init__(self, expand: Callable[..., Any]) -> None:
+        self.expand = expand
+        self.kept: dict[tuple[int, int, int], Tensor] = {}
+
+    def __call__(self, *latents: Tensor) -> tuple[Tensor, ...]:
+        found = list(self.expand(*latents))
+        for (place, start, stop), written in self.kept.items():
+            found[place] = found[place].clone()
+            found[place][start:stop, :, : written.shape[2]] = written
+        return tuple(found)
+
+
+def _keep(host: Any, place: int, whole: Tensor) -> None:
+    """Have the later steps of this run take ``whole`` for the positions that it has.
+
+    Raises:
+        Unavailable: the batch has more rows than prompts, and they may change places.
+    """
+    interleaver, mediator = host.interleaver, tracing.running()
+    batcher = interleaver.batcher
+    start, rows = 0, whole.shape[0]
+    if batcher is not None:
+        if mediator is not None and batcher.batching and mediator.batch_group is not None:
+            start, rows = mediator.batch_group
+        elif batcher.pads:
+            rows = len(batcher.pads)
+    if rows != whole.shape[0]:
+        raise Unavailable(
+            "with beams, or several sequences for a prompt, the rows of a step are not those of "
+            "the next, and the cache holds no keys and values to write: edit the queries or head "
+            "outputs instead"
+        )
+    # nnsight calls what is here in place of the function, in this run alone.
+    at = f"{host.path}.source.{_expansion(host)}"
+    entry = interleaver.sourced.get(at)
+    if entry is None or not isinstance(entry[0], _Written):
+        own = getattr(host._module, host.call.expansion) if entry is None else entry[0]
+        entry = interleaver.sourced[at] = (_Written(own), None)
+    entry[0].kept[place, start, start + rows] = whole
+
+
 class StepTokens(Lens):
     """Keys or values of this step, of the call's, which hold the cache's positions too.
 
-    A write also lands in the cache, which holds the same storage: later steps see it.
+    A write also lands in the cache, which holds the same storage, or in what is made of what it
+    holds: later steps see it.
 
     Args:
         offset: 1 for the keys and 2 for the values, from the queries on.
@@ -116,13 +173,17 @@ class StepTokens(Lens):
         (args, kwargs), (index, count) = raw, self._find(raw, host)
         whole = args[index]
         past = whole[:, :, :-count]
-        if host.call.cached:
+        cached = _expansion(host) is None
+        if cached:
             with torch.no_grad():
                 whole.detach()[:, :, -count:].copy_(new)
             if not (torch.is_grad_enabled() and (new.requires_grad or whole.requires_grad)):
                 # The same storage, so that another invoke's write lands in the cache as well.
                 return raw
-        return (*args[:index], torch.cat([past, new], 2), *args[index + 1 :]), kwargs
+        written = torch.cat([past, new], 2)
+        if not cached:
+            _keep(host, self.offset - 1, written)
+        return (*args[:index], written, *args[index + 1 :]), kwargs
 
 
 class _CallQueries(Lens):
@@ -200,14 +261,21 @@ def queries(host: Any) -> Site | str:
     return _refused(host) or Site(_at("input"), _CallQueries(), prepare=opened)
 
 
+def _cached(host: Any, offset: int) -> Site | str:
+    operation = _expansion(host)
+    # Where an edit would be gone by the next step, there is none.
+    lost = None if operation is None else refused(host, operation)
+    return _refused(host) or Site(_at("input"), StepTokens(offset), read_only=lost, prepare=opened)
+
+
 def keys(host: Any) -> Site | str:
     """``[batch, kv_heads, seq, qk_head_dim]``."""
-    return _refused(host) or Site(_at("input"), StepTokens(1), prepare=opened)
+    return _cached(host, 1)
 
 
 def values(host: Any) -> Site | str:
     """``[batch, kv_heads, seq, head_dim]``."""
-    return _refused(host) or Site(_at("input"), StepTokens(2), prepare=opened)
+    return _cached(host, 2)
 
 
 def head_outputs(host: Any) -> Site | str:

@@ -719,10 +719,16 @@ def _no_attention_softcap(model: Any) -> None:
             module.attn_logit_softcapping = None
 
 
+def _no_head_bias(model: Any) -> None:
+    """A projection on the vocabulary without its bias."""
+    model.lm_head.bias = None
+
+
 PATCHES: dict[str, Callable[[Any], None]] = {
     "bloom_exact_gelu": _bloom_exact_gelu,
     "falcon_alibi_once": _falcon_alibi_once,
     "no_attention_softcap": _no_attention_softcap,
+    "no_head_bias": _no_head_bias,
     "window_one_longer": _window_one_longer,
 }
 """Changes to a loaded model, by name, that reproduce what another implementation computes."""

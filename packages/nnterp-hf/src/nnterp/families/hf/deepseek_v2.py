@@ -1,7 +1,4 @@
-"""DeepSeek-V2 on transformers; its cache holds latents, from which each step makes keys and values.
-
-So keys and values that are written are those of this step's attention alone.
-"""
+"""DeepSeek-V2 on transformers, whose cache holds latents: each step makes keys and values anew."""
 
 from __future__ import annotations
 
@@ -19,9 +16,9 @@ from nnterp.hf import Attention, Call, declare
 
 
 class LatentInterior(Attention):
-    """Keys and values are written for this step's attention: later ones make them anew."""
+    """Keys and values that are written stay so in the later steps."""
 
-    call: ClassVar[Call] = Call(cached=False)
+    call: ClassVar[Call] = Call(expansion="expand_kv")
 
 
 RENAME, ENVOYS = declare(

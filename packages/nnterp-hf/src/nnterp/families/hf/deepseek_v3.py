@@ -1,11 +1,6 @@
-"""DeepSeek-V3 on transformers; its cache holds latents, from which each step makes keys and values.
-
-So keys and values that are written are those of this step's attention alone.
-"""
+"""DeepSeek-V3 on transformers, whose attention is called as DeepSeek-V2's is."""
 
 from __future__ import annotations
-
-from typing import ClassVar
 
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     DeepseekV3Attention,
@@ -15,14 +10,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 )
 
 from nnterp.core.architectures import DEEPSEEK_V3 as ARCHITECTURE
-from nnterp.hf import Attention, Call, declare
-
-
-class LatentInterior(Attention):
-    """Keys and values are written for this step's attention: later ones make them anew."""
-
-    call: ClassVar[Call] = Call(cached=False)
-
+from nnterp.families.hf.deepseek_v2 import LatentInterior
+from nnterp.hf import declare
 
 RENAME, ENVOYS = declare(
     ARCHITECTURE,
