@@ -18,8 +18,6 @@ pytest.register_assert_rewrite(
     "nnterp.core.testing.bench", "nnterp.core.testing.cases", "nnterp.core.testing.conformance"
 )
 
-KNOWN = Path(__file__).with_name("known_faults.toml")
-
 
 @dataclass(frozen=True)
 class Transformers:
@@ -80,8 +78,8 @@ ENGINES = (Transformers(), Transformers("sdpa"), VLLM())
 def pytest_configure(config: pytest.Config) -> None:
     import torch
 
-    from nnterp.core.testing.faults import read_known
+    from nnterp.core.testing.faults import known
     from nnterp.core.testing.plugin import install
 
     torch.set_num_threads(1)
-    install(config, ENGINES, known=read_known(KNOWN))
+    install(config, ENGINES, known=known())

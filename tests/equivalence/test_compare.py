@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import tomllib
-from pathlib import Path
-
 import pytest
 import torch
 
 from nnterp.core import VOCABULARY, MissingBackend
 from nnterp.core.equivalence import Spec, compare
-from nnterp.core.equivalence._faults import known_faults
 
 from .conftest import IDS
-
-CONFORMANCE = Path(__file__).parents[1] / "conformance" / "known_faults.toml"
 
 FLOAT32 = {"dtype": "float32"}
 VLLM = {**FLOAT32, "max_model_len": 256}
@@ -261,21 +255,3 @@ def test_what_is_wrong_in_a_call_is_said_before_anything_is_loaded():
         compare(a, a, [])
     with pytest.raises(ValueError, match="steps is -1"):
         compare(a, a, steps=-1)
-
-
-# -- known faults ------------------------------------------------------------------
-
-
-def test_every_fault_of_the_conformance_tests_is_one_that_users_are_told_of():
-    from nnterp.core.testing import RECIPES
-
-    told = {
-        (model_type, value)
-        for fault in known_faults()
-        for model_type in fault.model_types
-        for value in fault.values
-    }
-    for entry in tomllib.loads(CONFORMANCE.read_text())["fault"]:
-        model_type = RECIPES[entry["checkpoint"]].model_type
-        # Held to transformers' eager attention there, so a fault of that one is every other's.
-        assert (model_type, entry["value"].rsplit(".", 1)[-1]) in told, entry

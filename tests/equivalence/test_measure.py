@@ -8,10 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nnterp.core.equivalence._faults import known_faults
+from nnterp.core.equivalence._faults import concerns, shows_at
 from nnterp.core.equivalence._measure import logits_agreement, measured
-from nnterp.core.equivalence._rows import difference, row_scale, smallest_cosine
+from nnterp.core.equivalence._rows import difference, smallest_cosine
 from nnterp.core.equivalence._run import _stored
+from nnterp.core.faults import shipped
+from nnterp.core.reading import row_scale
 
 STREAM = "layers.0.layer_output"
 
@@ -213,30 +215,22 @@ CONFIG = SimpleNamespace(
 
 
 def test_a_fault_is_of_its_engine_version_and_config():
-    fault = next(one for one in known_faults() if one.name == "vllm-cohere2-window")
-    assert fault.concerns(side(), CONFIG, 9)
-    assert not fault.concerns(side(), CONFIG, 8)  # all of it is within the window
-    assert not fault.concerns(side("0.1.0"), CONFIG, 9)
-    assert not fault.concerns(side(engine="hf"), CONFIG, 9)
-    assert not fault.concerns(side(model_type="cohere"), CONFIG, 9)
-    assert not fault.concerns(side(), SimpleNamespace(sliding_window=None), 9)
-    assert fault.shows_at("layers.0.self_attn.attention_scores", CONFIG)
-    assert not fault.shows_at("layers.1.self_attn.attention_scores", CONFIG)
-    assert not fault.shows_at("layers.0.mlp.mlp_output", CONFIG)
-    assert not fault.shows_at("logits", CONFIG)
+    fault = next(one for one in shipped().faults if one.name == "vllm-cohere2-window")
+    assert concerns(fault, side(), CONFIG, 9)
+    assert not concerns(fault, side(), CONFIG, 8)  # all of it is within the window
+    assert not concerns(fault, side("0.1.0"), CONFIG, 9)
+    assert not concerns(fault, side(engine="hf"), CONFIG, 9)
+    assert not concerns(fault, side(model_type="cohere"), CONFIG, 9)
+    assert not concerns(fault, side(), SimpleNamespace(sliding_window=None), 9)
+    assert shows_at(fault, "layers.0.self_attn.attention_scores", CONFIG)
+    assert not shows_at(fault, "layers.1.self_attn.attention_scores", CONFIG)
+    assert not shows_at(fault, "layers.0.mlp.mlp_output", CONFIG)
+    assert not shows_at(fault, "logits", CONFIG)
 
 
 def test_a_fault_may_be_of_one_attention_implementation():
-    fault = next(one for one in known_faults() if one.name == "hf-falcon-alibi-twice")
+    fault = next(one for one in shipped().faults if one.name == "hf-falcon-alibi-twice")
     eager = side("5.19.0", "hf", "eager", "falcon")
     sdpa = side("5.19.0", "hf", "sdpa", "falcon")
-    assert fault.concerns(eager, CONFIG, 1)
-    assert not fault.concerns(sdpa, CONFIG, 1)
-
-
-def test_every_known_fault_is_complete():
-    assert len({one.name for one in known_faults()}) == len(known_faults())
-    for fault in known_faults():
-        assert fault.cause
-        assert fault.advice
-        assert fault.values
+    assert concerns(fault, eager, CONFIG, 1)
+    assert not concerns(fault, sdpa, CONFIG, 1)

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from nnterp.core import VOCABULARY
+from nnterp.core.reading import host_of, value_at
 from nnterp.core.testing import Edit, Oracle, row_error
-from nnterp.core.testing.cases import Change, changed, host_of, perform, value_at
+from nnterp.core.testing.cases import Change, changed, perform
 
 BOUND = 3e-5
 """Edits one after another: three times the bound of a single one."""

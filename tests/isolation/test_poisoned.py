@@ -17,8 +17,8 @@ from generator import keys_of
 from nnsight.intervention.interleaver import Interleaver
 from nnsight.util import apply
 
+from nnterp.core.reading import value_at
 from nnterp.core.testing import assert_close
-from nnterp.core.testing.cases import value_at
 from nnterp.core.tracing._private import Private
 
 P = [5, 17, 250, 9, 33]

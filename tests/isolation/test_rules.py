@@ -149,7 +149,7 @@ WRITABLE = [
 )
 @pytest.mark.parametrize("engine", ["hf", "vllm"])
 def test_a_write_keeps_its_shape_on_both_engines(only, engine, key, change, dims):
-    from nnterp.core.testing.cases import host_of
+    from nnterp.core.reading import host_of
 
     options = {"dispatch": True} if engine == "hf" else {}
     model = only(engine, "llama", **options)

@@ -12,7 +12,8 @@ pytestmark = pytest.mark.smoke
 
 HEAVY = ("torch", "nnsight", "transformers", "vllm", "numpy")
 UPPER = tuple(
-    f"nnterp.core.{name}" for name in ("tracing", "experiments", "equivalence", "testing")
+    f"nnterp.core.{name}"
+    for name in ("tracing", "experiments", "reading", "equivalence", "testing")
 )
 
 
@@ -121,3 +122,9 @@ def test_hf_never_imports_vllm(packages):
 def test_vllm_never_imports_hf(packages):
     barred = ("nnterp.hf", "nnterp.families.hf")
     assert violations(packages[2].source, lambda name: True, barred) == []
+
+
+def test_comparing_needs_nothing_of_testing(packages):
+    barred = ("nnterp.core.testing", "pytest", "transformers")
+    ours = ("nnterp.core.equivalence", "nnterp.core.reading", "nnterp.core.faults")
+    assert violations(packages[0].source, lambda name: under(name, *ours), barred) == []

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from nnterp.core import VOCABULARY
+from nnterp.core.faults import shipped
 
-from ._faults import known_faults
+from ._faults import concerns, shows_at
 from ._measure import BOUNDS, ROUNDS_ALIKE, Runs, base_bound, logits_agreement, measured
 from ._report import Departure, Measure, Prompt, Report, Spec, ValueReport
 from ._run import Plan, installed, run_both
@@ -216,9 +217,9 @@ def _matching(runs: Runs, plan: Plan, key: str, measure: Measure, step: int) -> 
     length = len(plan.ids[measure.prompt]) + step
     return [
         f"{fault.cause} ({fault.engine} {fault.version}, {fault.name}): {fault.advice}"
-        for fault in known_faults()
+        for fault in shipped().faults
         for run, _ in runs
-        if fault.concerns(run.side, run.config, length) and fault.shows_at(key, run.config)
+        if concerns(fault, run.side, run.config, length) and shows_at(fault, key, run.config)
     ]
 
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from nnterp.core import VOCABULARY
+from nnterp.core.reading import row_scale
 
 from ._report import LogitsAgreement, Measure
-from ._rows import difference, row_scale, smallest_cosine
+from ._rows import difference, smallest_cosine
 from ._run import Run
 
 Runs: TypeAlias = Sequence[tuple[Run, Run | None]]

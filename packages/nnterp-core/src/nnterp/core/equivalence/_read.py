@@ -10,29 +10,13 @@ import nnsight
 import torch
 from torch import Tensor
 
-from nnterp.core import VOCABULARY, OutOfOrder, Term
-from nnterp.core.protocols import Step
-from nnterp.core.testing.bench import forward_order
-from nnterp.core.testing.cases import copied, value_at
+from nnterp.core import VOCABULARY, Term
+from nnterp.core.reading import can_be_read, copied, forward_order, value_at
 
 # What every decode step is told to choose its token by; finite in every dtype.
 _SURE = 1e4
 
 _BEFORE_BLOCKS = ("input_ids", "attention_mask", "input_size", "token_embeddings")
-
-
-def reasons(model: Any, step: Step = "prefill") -> dict[str, str | None]:
-    """``support()``, one entry a block: why a value is not served, or ``None``."""
-    found: dict[str, str | None] = {
-        key: reason
-        for key, reason in model.support(step=step).items()
-        if not key.startswith("layers.")
-    }
-    for i in range(model.num_layers):
-        found |= {
-            f"layers.{i}.{key}": reason for key, reason in model.support(i, step=step).items()
-        }
-    return found
 
 
 def chosen(keys: Sequence[str], values: str | Sequence[str]) -> list[str]:
@@ -101,7 +85,7 @@ def _searched(
     model: Any, keys: Sequence[str], prompt: Sequence[int], guess: Sequence[str]
 ) -> list[str]:
     def in_order(keys: Sequence[str]) -> bool:
-        return _reads_in_order(model, prompt, keys)
+        return can_be_read(model, prompt, keys)
 
     def like(block: Sequence[str]) -> list[str]:
         """The keys, those of every block in the order of one's."""
@@ -116,16 +100,6 @@ def _searched(
         return first
     block = forward_order([key for key in first if key.startswith("layers.0.")], in_order)
     return forward_order(like([key.split(".", 2)[2] for key in block]), in_order)
-
-
-def _reads_in_order(model: Any, prompt: Sequence[int], keys: Sequence[str]) -> bool:
-    try:
-        with model.prefill(prompt):
-            for key in keys:
-                value_at(model, key)
-    except OutOfOrder:
-        return False
-    return True
 
 
 def read(

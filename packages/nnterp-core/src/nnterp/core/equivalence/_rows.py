@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nnterp.core.testing.tolerance import SMALL_ROW
+from nnterp.core.reading import row_errors
 
 
 @dataclass(frozen=True)
@@ -26,30 +26,13 @@ class Difference:
     row: list[int]
 
 
-def row_scale(reference: Tensor) -> Tensor:
-    """What a row's differences are divided by: its largest magnitude.
-
-    A row smaller than 1e-3 of the median row takes the median row's.
-
-    Args:
-        reference: ``[..., width]``, floating.
-
-    Returns:
-        ``[...]``, float64.
-    """
-    rows = reference.double()
-    magnitude = rows.abs().where(rows.isfinite(), 0.0).amax(-1)
-    median = magnitude.median()
-    return magnitude.where(magnitude >= SMALL_ROW * median, median)
-
-
 def difference(actual: Tensor, expected: Tensor, scale: Tensor) -> Difference:
     """How far ``actual`` is from ``expected``.
 
     Args:
         actual: ``[..., width]``.
         expected: of the same shape.
-        scale: ``[...]``, as :func:`row_scale` gives it; integers take none.
+        scale: ``[...]``, as :func:`nnterp.core.reading.row_scale` gives it; integers take none.
     """
     lead = tuple(expected.shape[:-1])
     if not expected.is_floating_point():
@@ -61,9 +44,7 @@ def difference(actual: Tensor, expected: Tensor, scale: Tensor) -> Difference:
         usable = a.isfinite() & e.isfinite()
         masked = (a == -torch.inf) & (e == -torch.inf)
         distance = (a - e).abs().where(usable, 0.0)
-        largest = distance.amax(-1)
-        # Where even the scale is zero, any difference at all is unexcused.
-        error = torch.where(largest == 0, 0.0, largest / scale)
+        error = row_errors(distance, scale)
         error = error.masked_fill((~usable & ~masked).any(-1), torch.inf)
         shares = torch.where(distance == 0, 0.0, distance / scale.unsqueeze(-1))
         squares = shares[usable].square().mean() if bool(usable.any()) else shares.new_zeros(())

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._read import chosen, in_forward_order, read, reasons
+from nnterp.core.reading import by_expert, reasons
+
+from ._read import chosen, in_forward_order, read
 from ._report import Side, Spec
 
 TEXTS = (
@@ -232,17 +234,7 @@ def _stored(values: Mapping[str, Any]) -> dict[str, Tensor]:
     for key, value in values.items():
         tensor = torch.as_tensor(value).detach().cpu()
         found[key] = tensor.float() if tensor.is_floating_point() else tensor.long()
-    for key in [key for key in found if key.endswith(".expert_indices")]:
-        host = key.removesuffix("expert_indices")
-        places = found[key].argsort(-1)
-        for name in ("expert_indices", "expert_weights"):
-            if f"{host}{name}" in found:
-                found[f"{host}{name}"] = found[f"{host}{name}"].gather(-1, places)
-        if f"{host}expert_outputs" in found:
-            outputs = found[f"{host}expert_outputs"]
-            wide = places.unsqueeze(-1).expand_as(outputs)
-            found[f"{host}expert_outputs"] = outputs.gather(-2, wide)
-    return found
+    return by_expert(found)
 
 
 def _side(model: Any, source: Any) -> Side:

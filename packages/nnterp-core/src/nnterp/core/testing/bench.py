@@ -12,10 +12,11 @@ import nnsight
 import torch
 from torch import Tensor
 
-from nnterp.core import VOCABULARY, Layout, OutOfOrder
+from nnterp.core import VOCABULARY, Layout
 from nnterp.core.protocols import StandardModel, Step
+from nnterp.core.reading import by_expert, can_be_read, copied, forward_order, reasons, value_at
 from nnterp.core.testing.adapters import Subject
-from nnterp.core.testing.cases import PROMPTS, STEPS, copied, value_at
+from nnterp.core.testing.cases import PROMPTS, STEPS
 from nnterp.core.testing.references import References
 from nnterp.core.testing.tolerance import worst_row
 
@@ -46,22 +47,6 @@ Read: TypeAlias = Mapping[str, Any]
 """Values of one step by their key."""
 
 
-def by_expert(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values with each token's experts in the order of their indices."""
-    found = dict(values)
-    for key, indices in values.items():
-        mlp, _, name = key.rpartition(".")
-        if name != "expert_indices":
-            continue
-        order = indices.argsort(-1)
-        for other in ("expert_indices", "expert_weights", "expert_outputs"):
-            value = values.get(f"{mlp}.{other}")
-            if value is not None:
-                place = order if value.dim() == order.dim() else order.unsqueeze(-1)
-                found[f"{mlp}.{other}"] = value.take_along_dim(place, 2)
-    return found
-
-
 def read(model: Any, prompt: Sequence[int], keys: Sequence[str]) -> dict[str, Any]:
     """These values of a prompt, read in this order in one trace."""
     with model.prefill(prompt):
@@ -84,38 +69,6 @@ def read_steps(
                 values[key] = copied(value_at(model, key))
             found.append(values)
     return [by_expert(values) for values in found]
-
-
-def _reads_in_order(model: Any, prompt: Sequence[int], keys: Sequence[str]) -> bool:
-    try:
-        with model.prefill(prompt):
-            for key in keys:
-                value_at(model, key)
-    except OutOfOrder:
-        return False
-    return True
-
-
-def forward_order(keys: Sequence[str], in_order: Callable[[Sequence[str]], bool]) -> list[str]:
-    """The keys in the order of the forward, found by asking whether some can be read in a row.
-
-    Args:
-        keys: the keys, in the order they may well be in.
-        in_order: whether the keys can be read in the order given.
-    """
-    if in_order(keys):
-        return list(keys)
-    ordered: list[str] = []
-    for key in keys:
-        low, high = 0, len(ordered)
-        while low < high:
-            middle = (low + high) // 2
-            if in_order([ordered[middle], key]):
-                low = middle + 1
-            else:
-                high = middle
-        ordered.insert(low, key)
-    return ordered
 
 
 @dataclass
@@ -169,17 +122,7 @@ class Bench:
 
     def reasons(self, step: Step = "prefill") -> dict[str, str | None]:
         """``support()``, one entry a block: why a value is not served, or ``None``."""
-        model: StandardModel = self.model
-        found = {
-            key: reason
-            for key, reason in model.support(step=step).items()
-            if not key.startswith("layers.")
-        }
-        for i in range(self.layers):
-            found |= {
-                f"layers.{i}.{key}": reason for key, reason in model.support(i, step=step).items()
-            }
-        return found
+        return reasons(self.model, step)
 
     def keys(self, step: Step = "prefill") -> list[str]:
         """The values that are served, in the order of the forward."""
@@ -204,7 +147,7 @@ class Bench:
             return (-1 if before else self.layers), rank[name]
 
         def in_order(keys: Sequence[str]) -> bool:
-            return _reads_in_order(self.model, PROMPTS["five"], keys)
+            return can_be_read(self.model, PROMPTS["five"], keys)
 
         guess = sorted(served, key=place)
         try:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from nnterp.core import VOCABULARY, Term
+from nnterp.core.reading import host_of
 
 # The longest is longer than the shortest window of every recipe but one. No special token.
 _TOKENS = (
@@ -164,26 +165,6 @@ def changed(value: Tensor, change: Change, source: Tensor | None = None) -> Tens
     else:
         write_in_place(value, change)
     return value
-
-
-def host_of(model: Any, key: str) -> tuple[Any, str]:
-    """The module that a value is on, and the value's name."""
-    *path, name = key.split(".")
-    host = model
-    for part in path:
-        host = host[int(part)] if part.isdigit() else getattr(host, part)
-    return host, name
-
-
-def value_at(model: Any, key: str) -> Any:
-    """Read a value by its key, in a trace."""
-    host, name = host_of(model, key)
-    return getattr(host, name)
-
-
-def copied(value: Any) -> Any:
-    """A copy that no later edit reaches; what is no tensor as it is."""
-    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def perform(model: Any, change: Change, source: Tensor | None = None) -> None:

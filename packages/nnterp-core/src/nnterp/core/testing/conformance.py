@@ -21,11 +21,12 @@ from torch import Tensor
 
 from nnterp.core import VOCABULARY, OutOfOrder, OutsideTrace, Unavailable, WrongShape
 from nnterp.core._vocabulary import MIXTURE
+from nnterp.core.faults import Missing
+from nnterp.core.reading import by_expert, copied, host_of, value_at
 from nnterp.core.testing.adapters import Subject
 from nnterp.core.testing.bench import (
     Bench,
     aligned,
-    by_expert,
     layout_of,
     read,
     read_steps,
@@ -38,14 +39,11 @@ from nnterp.core.testing.cases import (
     STEPS,
     Case,
     Change,
-    copied,
-    host_of,
     perform,
     steering_vector,
-    value_at,
 )
 from nnterp.core.testing.checkpoints import build
-from nnterp.core.testing.faults import Fault, Missing
+from nnterp.core.testing.faults import Fault
 from nnterp.core.testing.tolerance import worst_row
 
 LONG = "forty"

@@ -23,7 +23,7 @@ kept shows its changes line by line::
       checkpoint  the recipe's name
       model_type  transformers' name of the architecture
       family      the module of the family, null where it is none or no model was loaded
-      faults      the known faults that the subject has: version, cause, value, size, patch
+      faults      the known faults that the subject has: name, version, cause, value, size, patch
       missing     null, or version and cause of a checkpoint that the engine cannot load
       tests       passed and failed, how many; failed_ids, of pytest, sorted
       values      by key within its block, "mlp.mlp_output", in the order of the vocabulary:
@@ -51,11 +51,12 @@ import pytest
 
 from nnterp.core import VOCABULARY
 from nnterp.core._vocabulary import MIXTURE
+from nnterp.core.faults import Missing
 from nnterp.core.testing.adapters import Adapter, Subject, subjects
 from nnterp.core.testing.bench import Bench, Worst
 from nnterp.core.testing.cases import PROMPTS
 from nnterp.core.testing.checkpoints import RECIPES, Recipe, build
-from nnterp.core.testing.faults import Fault, Known, Missing
+from nnterp.core.testing.faults import Fault, Known
 from nnterp.core.testing.references import References, references
 from nnterp.core.testing.report import Facts, Findings, facts, option
 

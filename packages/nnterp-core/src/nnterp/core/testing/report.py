@@ -138,7 +138,7 @@ class Findings:
                 if one.label in ran
             },
         }
-        text = json.dumps(_plain(content), indent=1, allow_nan=False)
+        text = json.dumps(content, indent=1, allow_nan=False)
         path.write_text(text + "\n")
 
     def _of(self, subject: Subject, known: Known) -> dict[str, Any]:
@@ -148,7 +148,7 @@ class Findings:
             "checkpoint": subject.recipe.name,
             "model_type": subject.recipe.model_type,
             "family": self.families.get(label),
-            "faults": [] if fault is None else [_entry(fault, "value", "size", "patch")],
+            "faults": [] if fault is None else [_entry(fault, "name", "value", "size", "patch")],
             "missing": None if missing is None else _entry(missing),
             "tests": self._tests(label),
             "values": self._values(label),
@@ -188,7 +188,7 @@ class Findings:
         found["error"], found["where"] = None, None
         if measured:
             error, where = max(measured)
-            found["error"] = float(f"{error:.1e}")
+            found["error"] = _number(error)
             # What is the same everywhere is found nowhere in particular.
             found["where"] = where if error else None
         found["bound"] = self.bounds[label][relative.rsplit(".", 1)[-1]]
@@ -213,7 +213,7 @@ def _several(reasons: Any) -> str | None:
 
 
 def _entry(entry: Any, *more: str) -> dict[str, Any]:
-    return {name: getattr(entry, name) for name in ("version", "cause", *more)}
+    return {name: _number(getattr(entry, name)) for name in ("version", "cause", *more)}
 
 
 def _versions(adapters: Any) -> dict[str, Any]:
@@ -228,12 +228,8 @@ def _versions(adapters: Any) -> dict[str, Any]:
     return found
 
 
-def _plain(found: Any) -> Any:
-    """What JSON has words for: infinities become text."""
-    if isinstance(found, float) and not math.isfinite(found):
-        return str(found)
-    if isinstance(found, Mapping):
-        return {key: _plain(one) for key, one in found.items()}
-    if isinstance(found, (list, tuple)):
-        return [_plain(one) for one in found]
-    return found
+def _number(found: Any) -> Any:
+    """Two digits of a float; JSON has no word for an infinite one, so that is a text."""
+    if not isinstance(found, float):
+        return found
+    return float(f"{found:.1e}") if math.isfinite(found) else str(found)

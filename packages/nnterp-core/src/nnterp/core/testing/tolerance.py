@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# A row smaller than this share of the median row is held to the median row's scale.
-SMALL_ROW = 1e-3
+from nnterp.core.reading import row_errors, row_scale
 
 
 @dataclass(frozen=True)
@@ -59,18 +58,14 @@ def worst_row(actual: Tensor, expected: Tensor) -> WorstRow:
     lead = tuple(expected.shape[:-1])
     width = expected.shape[-1] if expected.ndim else 1
     if expected.is_floating_point():
-        # float64 has room for the difference of any two float32 values.
         rows_a = actual.double().reshape(-1, width)
         rows_e = expected.double().reshape(-1, width)
         masked = (rows_a == -torch.inf) & (rows_e == -torch.inf)
-        broken = ((~rows_a.isfinite() | ~rows_e.isfinite()) & ~masked).any(-1)
         usable = rows_a.isfinite() & rows_e.isfinite()
-        difference = (rows_a - rows_e).abs().where(usable, 0.0).amax(-1)
-        magnitude = rows_e.abs().where(usable, 0.0).amax(-1)
-        median = magnitude.median()
-        scale = magnitude.where(magnitude >= SMALL_ROW * median, median)
-        # Where even the scale is zero, any difference at all is unexcused.
-        error = torch.where(difference == 0, 0.0, difference / scale)
+        broken = (~usable & ~masked).any(-1)
+        distance = (rows_a - rows_e).abs().where(usable, 0.0)
+        difference, scale = distance.amax(-1), row_scale(rows_e)
+        error = row_errors(distance, scale)
         error = error.masked_fill(broken, torch.inf)
     else:
         rows_a, rows_e = actual.reshape(-1, width), expected.reshape(-1, width)
