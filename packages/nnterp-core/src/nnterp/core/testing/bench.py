@@ -28,9 +28,9 @@ LAST_ALONE = frozenset({"lm_head_output", "logits"})
 
 # Looser bounds, each with what was measured.
 LOOSER: Mapping[str, float] = {
-    # A score is a sum of head_dim products, and a row of one or two may all but cancel: 1.5e-4 on
-    # the tiny phimoe, on transformers, beside other prompts. The pattern has the normal bound.
-    "attention_scores": 3e-4,
+    # A score is a sum of head_dim products, and a row of one or two may all but cancel: 2.9e-4 on
+    # the tiny phimoe, a score of 0.005 among scores of 3. The pattern has the normal bound.
+    "attention_scores": 1e-3,
 }
 
 # Where the search for the forward order begins. Nothing depends on its being right.
