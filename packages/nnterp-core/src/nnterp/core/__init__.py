@@ -40,6 +40,7 @@ from ._layouts import Residual as Residual
 from ._layouts import RouterLogits as RouterLogits
 from ._layouts import TokenIds as TokenIds
 from ._layouts import Values as Values
+from ._text import token_positions as token_positions
 from ._vocabulary import MODULES as MODULES
 from ._vocabulary import SIZES as SIZES
 from ._vocabulary import VOCABULARY as VOCABULARY

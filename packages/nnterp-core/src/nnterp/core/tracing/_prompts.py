@@ -8,16 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
+from .._text import NO_TOKENIZER, tokenized
+from .._text import is_chat as is_chat
+
 _EMPTY = "the prompt is empty: give at least one token"
-
-
-def is_chat(prompt: Any) -> bool:
-    """Whether ``prompt`` is a list of chat messages (dicts with a role)."""
-    return (
-        isinstance(prompt, (list, tuple))
-        and len(prompt) > 0
-        and all(isinstance(message, Mapping) and "role" in message for message in prompt)
-    )
 
 
 def encode(prompt: Any, tokenizer: Any) -> list[int]:
@@ -37,17 +31,8 @@ def encode(prompt: Any, tokenizer: Any) -> list[int]:
     """
     if isinstance(prompt, str) or is_chat(prompt):
         if tokenizer is None:
-            raise ValueError(
-                "the checkpoint has no tokenizer, so text cannot become token ids: pass a list "
-                "of token ids, or load the model with tokenizer="
-            )
-        if isinstance(prompt, str):
-            ids = tokenizer(prompt)["input_ids"] if prompt else []
-        else:
-            text = tokenizer.apply_chat_template(
-                list(prompt), tokenize=False, add_generation_prompt=True
-            )
-            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            raise ValueError(NO_TOKENIZER)
+        ids = tokenized(prompt, tokenizer)[1]["input_ids"] if prompt else []
     elif isinstance(prompt, Mapping):
         if "input_ids" not in prompt:
             raise TypeError(f"a tokenizer's output has input_ids; this has {sorted(prompt)}")
