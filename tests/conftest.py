@@ -75,10 +75,13 @@ def checkpoint() -> Callable[..., str]:
 
 @pytest.fixture(scope="session")
 def reference() -> Callable[..., Any]:
-    """``reference("llama")`` is the oracle: plain transformers, without any code of ours."""
+    """``reference("llama")`` is the oracle: plain transformers, without any code of ours.
+
+    A second argument is the oracle's patch.
+    """
     from nnterp.core.testing import Oracle, build
 
-    return cache(lambda name: Oracle(build(name), name))
+    return cache(lambda name, patch=None: Oracle(build(name), name, patch=patch))
 
 
 @pytest.fixture(scope="module")
