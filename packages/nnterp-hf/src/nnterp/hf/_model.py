@@ -140,7 +140,9 @@ def _mask(host: Any) -> Site | str:
 
 def _ones(kwargs: dict[str, Any]) -> Tensor:
     """The mask that a generation without padding leaves out."""
-    ids, cache = kwargs["input_ids"], kwargs.get("past_key_values")
+    ids = kwargs["input_ids"]
+    # Since 5.24 transformers calls it cache.
+    cache = kwargs.get("cache", kwargs.get("past_key_values"))
     past = 0 if cache is None else int(cache.get_seq_length())
     return ids.new_ones(ids.shape[0], past + ids.shape[1])
 

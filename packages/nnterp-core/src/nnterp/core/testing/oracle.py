@@ -7,6 +7,7 @@ attention has in common (the product of queries and keys, and the softmax).
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -129,6 +130,9 @@ class Oracle:
             PATCHES[patch](self.model)
         self.heads = int(self.model.config.num_attention_heads)
         self.kv_heads = int(getattr(self.model.config, "num_kv_heads", None) or self.heads)
+        # Since 5.24 transformers calls it cache.
+        taken = inspect.signature(self.model.forward).parameters
+        self._cache = "cache" if "cache" in taken else "past_key_values"
         self._lock = threading.Lock()
 
     def run(self, ids: Sequence[int], steps: int = 0) -> Record:
@@ -186,7 +190,7 @@ class Oracle:
             step_ids = tap.passed("input_ids", step_ids)
             mask = tap.passed("attention_mask", mask)
             output = self.model(
-                input_ids=step_ids, attention_mask=mask, past_key_values=cache, use_cache=True
+                input_ids=step_ids, attention_mask=mask, use_cache=True, **{self._cache: cache}
             )
             logits = tap.passed("logits", output.logits)
             tap.passed("next_token_probs", logits[:, -1].softmax(-1))
