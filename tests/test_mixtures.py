@@ -121,6 +121,40 @@ def test_experts_not_apart(open_model, checkpoint):
         model.layers[1].mlp.expert_outputs.save()
 
 
+@pytest.mark.parametrize("index", [4, -1])
+@pytest.mark.parametrize("name", ["mixtral", "llama4_text"])
+def test_no_such_expert(only, reference, name, index):
+    """An expert that there is not is refused, and the model goes on."""
+    model = only("hf", name)
+    layer = _sparse(model)
+    with pytest.raises(ValueError, match="expert_indices are below 4"), model.prefill(P):
+        model.layers[layer].mlp.expert_indices[:, -1, 0] = index
+        model.logits.save()
+    with model.prefill(P):
+        logits = model.logits.save()
+    assert_close(logits, reference(name).run(P).get("logits"), BOUND, "afterwards")
+
+
+def test_llama4_routing(open_model):
+    """Llama 4 has a weight for every expert: one below 0 is still used, none is used twice."""
+    llama4 = RECIPES["llama4_text"]
+    recipe = replace(llama4, name="llama4_two", config={**llama4.config, "num_experts_per_tok": 2})
+    path = build(recipe)
+    oracle = Oracle(path, recipe)
+    with open_model("hf", path, dispatch=True) as model:
+        layer = _sparse(model)
+        key = f"layers.{layer}.mlp.expert_weights"
+        with model.prefill(P):
+            model.layers[layer].mlp.expert_weights *= -1
+            written = model.layers[layer].mlp.expert_weights.save()
+            logits = model.logits[:, -1].save()
+        with pytest.raises(ValueError, match="twice"), model.prefill(P):
+            model.layers[layer].mlp.expert_indices[:] = 1
+            model.logits.save()
+    assert_close(written, -oracle.run(P).get(key), BOUND, key)
+    assert_close(logits, _edited(oracle, key, torch.neg), BOUND, "with weights below 0")
+
+
 INTERIOR = (
     *("attention_queries", "attention_keys", "attention_values"),
     *("attention_scores", "attention_probabilities", "attention_head_outputs"),

@@ -12,6 +12,7 @@ from ._interior import head_inputs as head_inputs
 from ._interior import instead_of as instead_of
 from ._interior import operation as operation
 from ._interior import recomputed_scores as recomputed_scores
+from ._mixture import Experts as Experts
 from ._mixture import Mixture as Mixture
 from ._mixture import Router as Router
 from ._mixture import mixture_operation as mixture_operation

@@ -89,6 +89,17 @@ def _scores(host: Any) -> Site | str:
     )
 
 
+class Experts(Lens):
+    """Indices of experts; a write of one that there is not is refused."""
+
+    def put(self, raw: Tensor, new: Tensor, host: Any) -> Tensor:
+        count = host.get("experts")._module.num_experts
+        if bool(((new < 0) | (new >= count)).any()):
+            # The kernels leave what such a row gives to chance.
+            raise ValueError(f"expert_indices are below {count}; this write has another")
+        return new
+
+
 def routed_by(lens: Lens) -> Callable[[Any], Site | str]:
     """A value in what the router gives, where the experts take it from."""
     return lambda host: Site(under(host.routing.name, "output"), lens, prepare=_opened)
@@ -111,7 +122,7 @@ def _weights(host: Any) -> Site | str:
 
 
 def _indices(host: Any) -> Site | str:
-    return routed_by(Item(host.routing.indices) | Flattened())(host)
+    return routed_by(Item(host.routing.indices) | Experts() | Flattened())(host)
 
 
 def _shared(host: Any) -> Site | str:
