@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, fields
 from functools import cache
@@ -17,6 +18,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
+SOURCES = [ROOT / "packages" / name / "src" for name in ("nnterp-core", "nnterp-hf", "nnterp-vllm")]
 PART = re.compile(r"(<!-- ([\w-]+): written by .*? -->\n).*?(<!-- end -->\n)", re.DOTALL)
 
 
@@ -252,13 +254,13 @@ def rows() -> str:
 @cache
 def promises() -> str:
     """The conformance tests, by what is wrong where one fails."""
-    from nnterp.core.testing import conformance
-
+    # As text: it is a module of tests, which pytest imports with its own markers.
+    source = SOURCES[0] / "nnterp" / "core" / "testing" / "conformance.py"
     rows = []
-    for name, test in vars(conformance).items():
-        if name.startswith("test_"):
-            said = (inspect.getdoc(test) or "").partition("\n\n")[0].replace("``", "`")
-            rows.append([f"`{name}`", " ".join(said.split()).rstrip(".")])
+    for node in ast.parse(source.read_text()).body:
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            said = (ast.get_docstring(node) or "").partition("\n\n")[0].replace("``", "`")
+            rows.append([f"`{node.name}`", " ".join(said.split()).rstrip(".")])
     return table(["test", "where it fails"], rows)
 
 
@@ -271,14 +273,36 @@ def adapter() -> str:
         said = (inspect.getdoc(getattr(Adapter, name)) or "").partition("\n\n")[0]
         call = str(inspect.signature(getattr(Adapter, name))).replace("self, ", "")
         call = re.sub(r": '?[\w.]+'?|'| -> .*", "", call)
-        rows.append([f"`{name}{call}`", " ".join(said.split()).rstrip(".")])
+        rows.append([f"`{name}{call}`", " ".join(said.split()).rstrip(".").replace("``", "`")])
     return table(["of the adapter", "what it is"], rows)
 
 
+TOY = ROOT / "tests" / "toy"
+
+
+def _toy(file: str, *names: str) -> Callable[[], str]:
+    """Parts of the toy engine's source: whole files, classes, or methods of classes."""
+
+    def code() -> str:
+        source = (TOY / file).read_text()
+        if not names:
+            parts = [source.rstrip()]
+        else:
+            parts = [_definition(source, name) for name in names]
+        return f'\n```py title="tests/toy/{file}"\n' + "\n\n\n".join(parts) + "\n```\n\n"
+
+    return code
+
+
+def _definition(source: str, name: str) -> str:
+    found: Any = ast.parse(source)
+    for part in name.split("."):
+        found = next(node for node in found.body if getattr(node, "name", None) == part)
+    lines = source.splitlines()[found.lineno - 1 : found.end_lineno]
+    return textwrap.dedent("\n".join(lines))
+
+
 # -- the reference ---------------------------------------------------------------------------------
-
-SOURCES = [ROOT / "packages" / name / "src" for name in ("nnterp-core", "nnterp-hf", "nnterp-vllm")]
-
 
 def exported(module: str) -> list[str]:
     """The public names that a package's ``__init__`` says it has: ``from a import x as x``."""
@@ -316,6 +340,12 @@ MODULES = {
 }
 """The page of the reference for each public module."""
 
+PACKAGES = (
+    *("nnterp.core", "nnterp.core.equivalence", "nnterp.core.tracing"),
+    *("nnterp.hf", "nnterp.vllm"),
+)
+"""Those whose public names are imported from private modules."""
+
 PARTS: dict[str, Callable[[], str]] = {
     "vocabulary": vocabulary,
     "model-values": _host("model"),
@@ -335,15 +365,16 @@ PARTS: dict[str, Callable[[], str]] = {
     "rows": rows,
     "promises": promises,
     "adapter": adapter,
+    "toy-adapter": _toy("adapter.py"),
+    "toy-forward": _toy("engine.py", "ToyModel.forward", "ToyModel._attention"),
+    "toy-run": _toy("engine.py", "Run"),
+    "toy-value": _toy("engine.py", "Value"),
+    "toy-trace": _toy("engine.py", "Trace", "Steps"),
+    "toy-host": _toy("engine.py", "Host"),
+    "toy-checked": _toy("engine.py", "ToyModel.checked"),
     **{
         f"reference-{MODULES[module]}": _reference(module)
-        for module in (
-            "nnterp.core",
-            "nnterp.core.equivalence",
-            "nnterp.core.tracing",
-            "nnterp.hf",
-            "nnterp.vllm",
-        )
+        for module in PACKAGES
     },
 }
 

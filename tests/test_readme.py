@@ -1,6 +1,7 @@
-"""README.md is true: its blocks run and print what it says, its tables are the library's own.
+"""README.md is true: its blocks run and print what it says. Its tables are tested with the pages of
+the documentation.
 
-``python tests/test_readme.py`` writes the outputs and the tables anew, with ``tables`` the tables.
+``python tests/test_readme.py`` writes the outputs anew.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ import os
 import re
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,6 @@ README = ROOT / "README.md"
 
 # A block of Python, and what it prints.
 _BLOCK = re.compile(r"```python\n(.*?)```\n\n```text\n(.*?)```\n", re.DOTALL)
-_PART = re.compile(r"(<!-- (\w+): written by .*? -->\n).*?(<!-- end -->\n)", re.DOTALL)
 _MARK = "== next block =="
 
 
@@ -64,52 +63,6 @@ def outputs(readme: str, folder: Path) -> list[str]:
     return found + [output.removeprefix("\n") for output in later.split(_MARK)[1:]]
 
 
-@cache
-def vocabulary() -> str:
-    """The vocabulary as a table."""
-    from nnterp.core import VOCABULARY
-
-    lines = ["| value | on | layout | meaning | writable |", "|---|---|---|---|---|"]
-    for term in VOCABULARY.values():
-        hosts = ", ".join(f"`{host}`" for host in term.hosts)
-        layout = f"`{' '.join(term.layout.axes)}`"
-        if term.layout.kind != "float":
-            layout += {"int": ", int", "sizes": ", a tuple"}[term.layout.kind]
-        meaning = term.meaning.replace("|", "\\|")
-        written = "yes" if term.writable else "no"
-        lines.append(f"| `{term.name}` | {hosts} | {layout} | {meaning} | {written} |")
-    return "\n".join(lines) + "\n"
-
-
-@cache
-def families() -> str:
-    """The families of each engine, as a table."""
-    from nnterp.core import families
-
-    hf, vllm = families.known("hf"), families.known("vllm")
-    both = [name for name in hf if name in vllm]
-    lines = ["| on | families |", "|---|---|", f"| both engines | {_codes(both)} |"]
-    for engine, names in (("transformers", hf), ("vLLM", vllm)):
-        alone = [name for name in names if name not in both]
-        if alone:
-            lines.append(f"| {engine} alone | {_codes(alone)} |")
-    return "\n".join(lines) + "\n"
-
-
-def _codes(names: list[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
-
-
-PARTS = {"vocabulary": vocabulary, "families": families}
-
-
-@pytest.mark.smoke
-@pytest.mark.parametrize("name", PARTS)
-def test_the_tables_are_the_librarys(name: str) -> None:
-    written = {found[2]: found[0] for found in _PART.finditer(README.read_text())}
-    assert PARTS[name]() in written[name], "run: hatch run python tests/test_readme.py tables"
-
-
 @pytest.mark.smoke
 def test_every_block_says_what_it_prints() -> None:
     readme = README.read_text()
@@ -149,12 +102,5 @@ def write_outputs() -> None:
     )
 
 
-def write_tables() -> None:
-    """Write the tables into README.md."""
-    README.write_text(_PART.sub(lambda m: m[1] + PARTS[m[2]]() + m[3], README.read_text()))
-
-
 if __name__ == "__main__":
-    write_tables()
-    if sys.argv[1:] != ["tables"]:
-        write_outputs()
+    write_outputs()

@@ -17,6 +17,7 @@ writes into pages what their blocks print.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import json
 import os
@@ -28,8 +29,11 @@ import sys
 import tempfile
 import traceback
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 COMMANDS = ("pytest",)
 
 HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -40,6 +44,17 @@ _FENCE = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 _MARK = "\x1enext block\x1e"
+
+
+@cache
+def generator() -> Any:
+    """``docs/generate.py``, which is in no package."""
+    spec = importlib.util.spec_from_file_location("docs_generate", DOCS / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @dataclass(frozen=True)
@@ -151,7 +166,7 @@ def run(text: str) -> dict[str, object]:
         os.chdir(folder)
         sys.path.insert(0, folder)
         for block in blocks(text):
-            if block.title is not None:
+            if block.kind == "python" and block.title is not None:
                 file = Path(folder, block.title)
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_text(block.body)
