@@ -501,7 +501,8 @@ RECIPES: dict[str, Recipe] = _recipes(
     Recipe(
         name="phi",
         model_type="phi",
-        config=_LLAMA | {"num_key_value_heads": 4},
+        # The feed-forward is as wide as the one that vLLM's own implementation builds.
+        config=_LLAMA | {"num_key_value_heads": 4, "intermediate_size": 512},
         reference=Reference(
             final_norm="model.final_layernorm",
             projection="self_attn.dense",
