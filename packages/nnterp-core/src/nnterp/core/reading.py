@@ -5,7 +5,9 @@ It needs torch, and of a model nothing but the protocols.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -16,6 +18,8 @@ from nnterp.core.protocols import Step
 
 SMALL_ROW = 1e-3
 """A row smaller than this share of the median row is held to the median row's scale."""
+
+_keep: ContextVar[Callable[[Any], Any] | None] = ContextVar("keep", default=None)
 
 _OF_EXPERTS = ("expert_indices", "expert_weights", "expert_outputs")
 
@@ -38,6 +42,37 @@ def value_at(model: Any, key: str) -> Any:
 def copied(value: Any) -> Any:
     """A copy that no later edit reaches; what is no tensor as it is."""
     return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def saved(value: Any) -> Any:
+    """Keep what a block makes, a container too, past its end, whatever engine runs the block.
+
+    Args:
+        value: what to keep.
+
+    Returns:
+        The value itself; after the block, a list of them where several invokes saved one name.
+
+    Raises:
+        ValueError: no block runs.
+    """
+    keep = _keep.get()
+    if keep is not None:
+        keep(value)
+        return value
+    import nnsight
+
+    return nnsight.save(value)
+
+
+@contextmanager
+def keeping(keep: Callable[[Any], Any]) -> Iterator[None]:
+    """For an engine without nnsight, while it runs a block: :func:`saved` calls ``keep``."""
+    token = _keep.set(keep)
+    try:
+        yield
+    finally:
+        _keep.reset(token)
 
 
 def reasons(model: Any, step: Step = "prefill") -> dict[str, str | None]:

@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-import nnsight
 import torch
 from torch import Tensor
 
 from nnterp.core import VOCABULARY, Term
-from nnterp.core.reading import can_be_read, copied, forward_order, value_at
+from nnterp.core.reading import can_be_read, copied, forward_order, saved, value_at
 
 # What every decode step is told to choose its token by; finite in every dtype.
 _SURE = 1e4
@@ -128,7 +127,7 @@ def read(
     with model.decode(max_new_tokens=count) as tracer:
         for prompt, tokens in zip(prompts, given, strict=True):
             with tracer.invoke(prompt):
-                rows = nnsight.save([])
+                rows = saved([])
                 for step in tracer.iter[0:count]:
                     values = {}
                     for key in keys[step]:

@@ -23,6 +23,9 @@ class Adapter(Protocol):
         label: what it is called in the ids of tests. Another than the name where one engine is
             tested in several ways.
         version: the version of what computes, ``"0.32.0"``: known faults are of some versions.
+
+    An engine that has no families of this project's kind has one attribute more, ``model_types``,
+    the names of the architectures that it runs.
     """
 
     @property
@@ -77,7 +80,7 @@ class Subject:
 def subjects(
     adapters: Sequence[Adapter], recipes: Iterable[Recipe] = RECIPES.values()
 ) -> list[Subject]:
-    """Every recipe on every engine that has a family for it, engine after engine.
+    """Every recipe on every engine that runs its architecture, engine after engine.
 
     Args:
         adapters: the engines, the one that the others are compared with first.
@@ -88,6 +91,14 @@ def subjects(
         Subject(recipe, adapter)
         for adapter in adapters
         for recipe in recipes
-        if families.module_name(recipe.model_type) in families.known(adapter.name)
-        or recipe.model_type in families.known(adapter.name)
+        if _runs(adapter, recipe.model_type)
     ]
+
+
+def _runs(adapter: Adapter, model_type: str) -> bool:
+    named = getattr(adapter, "model_types", None)
+    if named is not None:
+        return model_type in named
+    return not {model_type, families.module_name(model_type)}.isdisjoint(
+        families.known(adapter.name)
+    )

@@ -8,13 +8,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-import nnsight
 import torch
 from torch import Tensor
 
 from nnterp.core import VOCABULARY, Layout
 from nnterp.core.protocols import StandardModel, Step
-from nnterp.core.reading import by_expert, can_be_read, copied, forward_order, reasons, value_at
+from nnterp.core.reading import (
+    by_expert,
+    can_be_read,
+    copied,
+    forward_order,
+    reasons,
+    saved,
+    value_at,
+)
 from nnterp.core.testing.adapters import Subject
 from nnterp.core.testing.cases import PROMPTS, STEPS
 from nnterp.core.testing.references import References
@@ -50,7 +57,7 @@ Read: TypeAlias = Mapping[str, Any]
 def read(model: Any, prompt: Sequence[int], keys: Sequence[str]) -> dict[str, Any]:
     """These values of a prompt, read in this order in one trace."""
     with model.prefill(prompt):
-        found = nnsight.save({})
+        found = saved({})
         for key in keys:
             found[key] = copied(value_at(model, key))
     return by_expert(found)
@@ -62,7 +69,7 @@ def read_steps(
     """The values of each step of a greedy generation, in one trace."""
     count = len(keys)
     with model.decode(prompt, max_new_tokens=count) as tracer:
-        found = nnsight.save([])
+        found = saved([])
         for step in tracer.iter[0:count]:
             values = {}
             for key in keys[step]:

@@ -9,6 +9,10 @@ and a test module beside it imports the tests::
 
     from nnterp.core.testing.conformance import *
 
+All of them, as they are: a module that has some of the tests and not the others is refused. None
+may be skipped: that fails. A test that nothing here is a subject of, as the one of mixtures where
+no checkpoint has one, is taken out, and the report names it.
+
 ``--conformance-report FILE`` writes what a run found as JSON, if the conftest at the root declares
 the option with :func:`nnterp.core.testing.option.add_option`. It holds nothing of the day or the
 machine's name, errors have two digits, and the order is always the same, so that a report that is
@@ -18,6 +22,7 @@ kept shows its changes line by line::
     versions    of python, of the packages, and of each engine by its label under "engines"
     platform    "Linux x86_64"
     suite       the outcomes of the tests of no subject, as a subject's "tests"
+    idle        the tests that no checkpoint and engine here is a subject of
     subjects    by label, "gemma2-vllm", those of which a test ran:
       engine      the adapter's label
       checkpoint  the recipe's name
@@ -41,11 +46,12 @@ kept shows its changes line by line::
 from __future__ import annotations
 
 import gc
+import inspect
 import sys
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import pytest
 
@@ -89,12 +95,15 @@ class Plugin:
         report: Path | None = None,
     ) -> None:
         self.adapters = list(adapters)
+        self.recipes = list(recipes)
         self.known = known
         self.subjects = subjects(adapters, recipes)
         # What the first engine served, for the others to be compared with.
         self.peers: dict[str, Bench] = {}
         self._prepared: set[str] = set()
         self.worst: dict[str, Worst] = {}
+        # Tests that nothing here is a subject of, by their id without parameters.
+        self.idle: dict[str, str] = {}
         self.report = report
         self.findings = Findings()
         self._told: set[Bench] = set()
@@ -105,8 +114,7 @@ class Plugin:
         wanted = metafunc.fixturenames
         if "missing" in wanted:
             lacking = [one for one in self.subjects if self.known.lacks(one) is not None]
-            labels = [one.label for one in lacking]
-            metafunc.parametrize("missing", lacking, ids=labels, indirect=True)
+            self._parametrize(metafunc, "missing", lacking, "function")
         if "bench" not in wanted:
             return
         chosen = [one for one in self.subjects if self.known.lacks(one) is None]
@@ -123,8 +131,7 @@ class Plugin:
                 and self.known.fault(one) is self.known.fault(other) is None
             ]
         if "name" not in wanted:
-            labels = [one.label for one in chosen]
-            metafunc.parametrize("bench", chosen, ids=labels, indirect=True, scope="session")
+            self._parametrize(metafunc, "bench", chosen, "session")
             return
         values = metafunc.definition.get_closest_marker("values")
         pairs = [
@@ -136,9 +143,33 @@ class Plugin:
         ]
         metafunc.parametrize("name, bench", pairs, indirect=["bench"], scope="session")
 
+    def _parametrize(
+        self,
+        metafunc: pytest.Metafunc,
+        name: str,
+        chosen: Sequence[Subject],
+        scope: Literal["function", "session"],
+    ) -> None:
+        if not chosen:
+            # pytest makes a skipped test of it, which is taken out again and named in the report.
+            self.idle[metafunc.definition.nodeid] = metafunc.definition.name
+        labels = [one.label for one in chosen]
+        metafunc.parametrize(name, chosen, ids=labels, indirect=True, scope=scope)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection(self, session: pytest.Session) -> None:
+        self.idle.clear()
+
     @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> None:
         """Group after group, engine after engine within it; the rest stays where it was."""
+        _check_complete(items)
+        idle = [item for item in items if item.nodeid.partition("[")[0] in self.idle]
+        if idle:
+            config.hook.pytest_deselected(items=idle)
+            items[:] = [item for item in items if item not in idle]
         places = [i for i, item in enumerate(items) if _subject(item) is not None]
         ours = [(subject, items[i]) for i in places if (subject := _subject(items[i])) is not None]
         groups = list(dict.fromkeys(subject.group for subject, _ in ours))
@@ -210,11 +241,9 @@ class Plugin:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        subject = _subject(item)
-        if subject is not None:
-            item.user_properties.append((_TESTED, subject.label))
-        elif "suite" in getattr(item, "fixturenames", ()):
-            item.user_properties.append((_TESTED, None))
+        if _is_ours(item):
+            subject = _subject(item)
+            item.user_properties.append((_TESTED, None if subject is None else subject.label))
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
@@ -236,16 +265,19 @@ class Plugin:
         self, item: pytest.Item
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
-        if report.skipped and _subject(item) is not None:
+        if report.skipped and _is_ours(item):
             report.outcome = "failed"
             report.longrepr = f"a conformance test is not skipped: {report.longrepr}"
+        if report.failed and _is_ours(item):
+            means = inspect.getdoc(cast("pytest.Function", item).function) or ""
+            report.sections.append(("what this failure means", means))
         return report
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         gc.unfreeze()  # Let the interpreter end as usual.
         # Under pytest-xdist every worker has a plugin too; what they found has come to this one.
         if self.report is not None and not hasattr(session.config, "workerinput"):
-            self.findings.write(self.report, self.subjects, self.known)
+            self.findings.write(self.report, self.subjects, self.known, self.idle.values())
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         told = dict(report.user_properties)
@@ -309,6 +341,26 @@ def _subject(item: Any) -> Subject | None:
     parameters: dict[str, Any] = getattr(getattr(item, "callspec", None), "params", {})
     subject = parameters.get("bench", parameters.get("missing"))
     return subject if isinstance(subject, Subject) else None
+
+
+def _is_ours(item: Any) -> bool:
+    return _subject(item) is not None or "suite" in getattr(item, "fixturenames", ())
+
+
+def _check_complete(items: Sequence[Any]) -> None:
+    """Refuse a module that runs some tests of the kit and not all, or others of their names."""
+    from nnterp.core.testing import conformance
+
+    tests = {name: test for name, test in vars(conformance).items() if name.startswith("test_")}
+    modules = {item.module: None for item in items if getattr(item, "module", None) is not None}
+    for module in modules:
+        found = vars(module)
+        lacking = [name for name, test in tests.items() if found.get(name) is not test]
+        if module is not conformance and len(lacking) < len(tests) and lacking:
+            raise pytest.UsageError(
+                f"{module.__name__} has tests of the conformance kit, and not all of them as they "
+                f"are there: {', '.join(lacking)}"
+            )
 
 
 _STASH = pytest.StashKey[Plugin]()

@@ -9,7 +9,7 @@ import importlib.metadata
 import json
 import math
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -117,13 +117,16 @@ class Findings:
                 errors[key] = error, where
         self.writable.setdefault(label, {}).update(found["writable"])
 
-    def write(self, path: Path, subjects: Sequence[Subject], known: Known) -> None:
+    def write(
+        self, path: Path, subjects: Sequence[Subject], known: Known, idle: Iterable[str]
+    ) -> None:
         """Write the file.
 
         Args:
             path: where to.
             subjects: all there are; those of which no test ran are left out.
             known: what is known not to be as it should.
+            idle: the tests that nothing is a subject of.
         """
         ran = {one.subject for one in self.outcomes.values()}
         adapters = {one.adapter.label: one.adapter for one in subjects if one.label in ran}
@@ -132,6 +135,7 @@ class Findings:
             "versions": _versions(adapters.values()),
             "platform": f"{platform.system()} {platform.machine()}",
             "suite": self._tests(None),
+            "idle": sorted(set(idle)),
             "subjects": {
                 one.label: self._of(one, known)
                 for one in sorted(subjects, key=lambda one: one.label)
