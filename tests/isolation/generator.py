@@ -294,6 +294,17 @@ def _late_edit() -> Any:
     return mock.patch.object(Value, "put", put)
 
 
+def _shifted_edit() -> Any:
+    from nnterp.core.tracing._values import Value
+
+    original = Value.put
+
+    def put(self: Any, host: Any, site: Any, raw: Any, new: Tensor) -> Any:
+        return original(self, host, site, raw, new.roll(1, -1))
+
+    return mock.patch.object(Value, "put", put)
+
+
 def _alias() -> Any:
     from nnterp.core.tracing._private import Private
 
@@ -323,10 +334,11 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "no_write_back": _no_write_back,
     "wrong_rows": _wrong_rows,
     "late_edit": _late_edit,
+    "shifted_edit": _shifted_edit,
     "alias": _alias,
     "half_dropped": _half_dropped,
 }
-"""Five faults of this code, by name: each is a patch to enter."""
+"""Faults of this code, by name: each is a patch to enter. The last is vLLM's alone."""
 
 
 @contextmanager
