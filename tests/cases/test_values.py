@@ -21,6 +21,7 @@ FAMILIES = ("llama", "gpt2", "gemma2", "mistral", "granite", "opt")
 MODEL_ORDER = ("input_ids", "token_embeddings")
 LAYER_ORDER = (
     "layer_input",
+    "self_attn.attention_input",
     "self_attn.attention_queries",
     "self_attn.attention_keys",
     "self_attn.attention_values",
@@ -29,6 +30,7 @@ LAYER_ORDER = (
     "self_attn.attention_head_outputs",
     "self_attn.attention_output",
     "layer_mid",
+    "mlp.mlp_input",
     "mlp.mlp_neurons",
     "mlp.mlp_output",
     "layer_output",

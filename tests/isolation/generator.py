@@ -28,6 +28,7 @@ VOCABULARY_SIZE = 256
 
 _ORDER = (
     "layer_input",
+    "attention_input",
     "attention_queries",
     "attention_keys",
     "attention_values",
@@ -36,6 +37,7 @@ _ORDER = (
     "attention_head_outputs",
     "attention_output",
     "layer_mid",
+    "mlp_input",
     "mlp_neurons",
     "mlp_output",
     "layer_output",

@@ -129,6 +129,12 @@ _TERMS = (
     ),
     Term("layer_output", _LAYER, layouts.RESIDUAL, "the residual stream leaving the block"),
     Term(
+        "attention_input",
+        _MIXER,
+        layouts.RESIDUAL,
+        "what the attention reads: the residual stream, after the norm before it if it has one",
+    ),
+    Term(
         "attention_output",
         _MIXER,
         layouts.RESIDUAL,
@@ -170,6 +176,12 @@ _TERMS = (
         _ATTENTION,
         layouts.HEAD_OUTPUTS,
         "pattern times values for each head, before the output projection",
+    ),
+    Term(
+        "mlp_input",
+        _MLP,
+        layouts.RESIDUAL,
+        "what the MLP reads: the residual stream, after the norm before it if it has one",
     ),
     Term("mlp_output", _MLP, layouts.RESIDUAL, "what the MLP adds to the residual stream"),
     Term("mlp_neurons", _MLP, layouts.NEURONS, "what enters the MLP's down projection"),

@@ -116,6 +116,8 @@ class Architecture:
         attention_adds, mlp_adds: the module under a block whose output is added to the
             stream: the sublayer itself, its output projection, or the norm after it.
         residual_multiplier: config to the factor on both, or ``None``.
+        mlp_reads: the module under a block that what the MLP reads enters, or ``None`` where
+            it enters the MLP itself.
         mid_enters: the module that the stream between the two sublayers enters first.
         stream_norms: norms that the stream itself passes after the attention's and after the
             MLP's addition, or ``None``.
@@ -142,6 +144,7 @@ class Architecture:
     block: Literal["sequential", "parallel"] = "sequential"
     attention_adds: str = "self_attn"
     mlp_adds: str = "mlp"
+    mlp_reads: str | None = None
     residual_multiplier: Callable[[Config], float] | None = None
     mid_enters: str = "post_attention_layernorm"
     stream_norms: tuple[str, str] | None = None
@@ -302,6 +305,7 @@ OPT = Architecture(
     norm="model.decoder.final_layer_norm",
     mlp=None,
     mlp_adds="fc2",
+    mlp_reads="fc1",
     mid_enters="final_layer_norm",
     down_projection="fc2",
     attention=Attention(scaled_queries=True),

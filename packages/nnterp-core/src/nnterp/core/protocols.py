@@ -20,6 +20,7 @@ Step = Literal["prefill", "decode"]
 class StandardAttention(Protocol):
     """A block's attention, ``model.layers[i].self_attn``."""
 
+    attention_input: layouts.Residual
     attention_output: layouts.Residual
     attention_queries: layouts.Queries
     attention_keys: layouts.Keys
@@ -32,12 +33,14 @@ class StandardAttention(Protocol):
 class StandardLinearAttention(Protocol):
     """A block's recurrent mixer, ``model.layers[i].linear_attn``."""
 
+    attention_input: layouts.Residual
     attention_output: layouts.Residual
 
 
 class StandardMlp(Protocol):
     """A block's feed-forward, dense or a mixture of experts, ``model.layers[i].mlp``."""
 
+    mlp_input: layouts.Residual
     mlp_output: layouts.Residual
     mlp_neurons: layouts.Neurons
     router_logits: layouts.RouterLogits

@@ -20,6 +20,7 @@ from nnterp.core.tracing import (
     bound,
     multiplied,
     own,
+    reading,
     renames,
     under,
     value,
@@ -56,6 +57,7 @@ class Attention(tracing.Attention, StandardAttention):
 
     call: ClassVar[_interior.Call] = _interior.SHARED
 
+    attention_input: layouts.Residual = value(Site(own("input"), Argument("hidden_states")))
     attention_output: layouts.Residual = value(
         lambda host: Site(
             beside(lambda h: h.facts.attention_adds, "output"), multiplied(host, First())
@@ -72,6 +74,9 @@ class Attention(tracing.Attention, StandardAttention):
 class Mlp(tracing.Mlp, StandardMlp):
     """A dense feed-forward."""
 
+    mlp_input: layouts.Residual = value(
+        lambda host: Site(reading(host), Argument(0) | _rows(host))
+    )
     mlp_output: layouts.Residual = value(
         lambda host: Site(
             beside(lambda h: h.facts.mlp_adds, "output"), multiplied(host, First() | _rows(host))

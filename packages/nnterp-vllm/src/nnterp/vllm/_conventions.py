@@ -39,6 +39,7 @@ from nnterp.core.tracing import (
     opened,
     operations,
     own,
+    reading,
     renames,
     unavailable,
     under,
@@ -189,6 +190,9 @@ class Attention(tracing.Attention, StandardAttention):
         found: int | None = _kernel(self).sliding_window
         return found
 
+    attention_input: layouts.Residual = value(
+        Site(own("input"), Argument("hidden_states") | Batched())
+    )
     attention_output: layouts.Residual = value(
         lambda host: (
             _summed_later(host)
@@ -213,6 +217,9 @@ class Attention(tracing.Attention, StandardAttention):
 class Mlp(tracing.Mlp, StandardMlp):
     """A dense feed-forward."""
 
+    mlp_input: layouts.Residual = value(
+        lambda host: Site(reading(host), Argument(0) | Batched())
+    )
     mlp_output: layouts.Residual = value(
         lambda host: (
             _summed_later(host)
@@ -545,6 +552,9 @@ class BackendLayer(tracing.Layer, StandardLayer):
 class BackendAttention(Attention):
     """An attention of transformers' around vLLM's attention layer."""
 
+    attention_input: layouts.Residual = value(
+        _on_backend(Site(own("input"), Argument("hidden_states")))
+    )
     attention_output: layouts.Residual = value(
         _on_backend(
             lambda host: Site(
@@ -557,6 +567,9 @@ class BackendAttention(Attention):
 class BackendMlp(Mlp):
     """A feed-forward of transformers'."""
 
+    mlp_input: layouts.Residual = value(
+        _on_backend(lambda host: Site(reading(host), Argument(0)))
+    )
     mlp_output: layouts.Residual = value(
         _on_backend(
             lambda host: Site(

@@ -85,6 +85,7 @@ class Reference:
         projection: the attention's output projection, whose input is the heads' outputs.
         attention_added: the module whose output is added to the residual stream.
         mlp_added: likewise for the feed-forward.
+        mlp_entered: the module whose input is what the feed-forward reads.
         multiplier: the block's attribute that holds a factor on both contributions.
         middle: where the stream between the two sublayers is: the input or the output of a
             module; None in a parallel block, which has none.
@@ -107,6 +108,7 @@ class Reference:
     projection: str = "self_attn.o_proj"
     attention_added: str = "self_attn"
     mlp_added: str = "mlp"
+    mlp_entered: str = "mlp"
     multiplier: str | None = None
     middle: tuple[Literal["input", "output"], str] | None = ("input", "post_attention_layernorm")
     down: str = "mlp.down_proj"
@@ -230,6 +232,7 @@ _OPT_REFERENCE = Reference(
     final_norm="model.decoder.final_layer_norm",
     projection="self_attn.out_proj",
     mlp_added="fc2",
+    mlp_entered="fc1",
     middle=("input", "final_layer_norm"),
     down="fc2",
 )
@@ -568,6 +571,7 @@ RECIPES: dict[str, Recipe] = _recipes(
         reference=Reference(
             multiplier="residual_multiplier",
             mlp_added="block_sparse_moe",
+            mlp_entered="block_sparse_moe",
             mixture=MixtureReference(
                 router="block_sparse_moe.router",
                 experts="block_sparse_moe.experts",
@@ -664,6 +668,7 @@ RECIPES: dict[str, Recipe] = _recipes(
         },
         reference=Reference(
             mlp_added="feed_forward",
+            mlp_entered="feed_forward",
             down="feed_forward.down_proj",
             mixture=MixtureReference(
                 router="feed_forward.router",

@@ -63,7 +63,8 @@ class Record:
         - ``token_embeddings``, ``final_norm_output`` ``[1, seq, hidden]``;
         - ``lm_head_output``, ``logits`` ``[1, seq, vocab]``, ``next_token_probs`` ``[1, vocab]``;
         - ``layers.I.layer_input``, ``.layer_mid``, ``.layer_output``,
-          ``.self_attn.attention_output``, ``.mlp.mlp_output`` ``[1, seq, hidden]``;
+          ``.self_attn.attention_input``, ``.self_attn.attention_output``, ``.mlp.mlp_input``,
+          ``.mlp.mlp_output`` ``[1, seq, hidden]``;
         - ``layers.I.mlp.mlp_neurons`` ``[1, seq, neurons]``;
         - ``layers.I.self_attn.attention_queries`` ``[1, heads, seq, qk_head_dim]``,
           ``.attention_keys`` ``[1, kv_heads, seq, qk_head_dim]``, ``.attention_values``
@@ -287,6 +288,9 @@ class Oracle:
         hooks = [
             _watch_input(tap, f"{prefix}.layer_input", block),
             _watch_output(tap, f"{prefix}.layer_output", block),
+            _watch_input(
+                tap, f"{prefix}.self_attn.attention_input", block.get_submodule(where.attention)
+            ),
             _watch_output(tap, key_a, added_a, factor),
             _watch_output(tap, key_m, added_m, factor),
             _watch_heads(
@@ -303,6 +307,9 @@ class Oracle:
             side, path = where.middle
             watch = _watch_shared_input if side == "input" else _watch_output
             hooks.append(watch(tap, f"{prefix}.layer_mid", block.get_submodule(path)))
+        # After the one above: the feed-forward may be entered where the stream between lies.
+        entered = block.get_submodule(where.mlp_entered)
+        hooks.append(_watch_input(tap, f"{prefix}.mlp.mlp_input", entered))
         return hooks
 
 

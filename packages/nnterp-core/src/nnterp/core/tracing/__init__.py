@@ -50,6 +50,7 @@ from ._values import Site as Site
 from ._values import Value as Value
 from ._values import beside as beside
 from ._values import own as own
+from ._values import reading as reading
 from ._values import running as running
 from ._values import unavailable as unavailable
 from ._values import under as under

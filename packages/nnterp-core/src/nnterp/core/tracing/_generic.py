@@ -243,6 +243,7 @@ class GenericAttention(Attention):
 
     architecture: ClassVar[Architecture] = GenericLayer.architecture
 
+    attention_input: layouts.Residual = unavailable(NOT_SERVED)
     attention_output: layouts.Residual = value(
         lambda host: _adds(host, getattr(_found(host), "attention_adds", None))
     )
@@ -259,6 +260,7 @@ class GenericMlp(Mlp):
 
     architecture: ClassVar[Architecture] = GenericLayer.architecture
 
+    mlp_input: layouts.Residual = unavailable(NOT_SERVED)
     mlp_output: layouts.Residual = value(
         lambda host: _adds(host, getattr(_found(host), "mlp_adds", None))
     )

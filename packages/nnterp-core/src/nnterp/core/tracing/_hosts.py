@@ -205,6 +205,7 @@ class Attention(Sublayer):
 
     kind = "self_attn"
 
+    attention_input: layouts.Residual = unavailable("its family does not say where it is")
     attention_output: layouts.Residual = unavailable("its family does not say where it is")
     attention_queries: layouts.Queries = unavailable("its family does not say where it is")
     attention_keys: layouts.Keys = unavailable("its family does not say where it is")
@@ -243,6 +244,7 @@ class Mlp(Sublayer):
 
     kind = "mlp"
 
+    mlp_input: layouts.Residual = unavailable("its family does not say where it is")
     mlp_output: layouts.Residual = unavailable("its family does not say where it is")
     mlp_neurons: layouts.Neurons = unavailable("its family does not say where it is")
 

@@ -82,6 +82,12 @@ def beside(name: Callable[[Any], str], side: str) -> Callable[[Any], str]:
     return lambda host: f"{host.block.get(name(host)).path}.{side}"
 
 
+def reading(host: Any) -> Callable[[Any], str]:
+    """The location of what an MLP reads: its own input, or that of its first module."""
+    entered = host.facts.mlp_reads
+    return own("input") if entered is None else beside(lambda _: entered, "input")
+
+
 @dataclass
 class _Held:
     value: Value
