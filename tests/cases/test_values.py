@@ -87,6 +87,24 @@ def test_a_blocks_input_is_the_stream_and_not_the_positions(model, records):
         assert torch.equal(before, after)
 
 
+@pytest.mark.parametrize("name", ["llama", "olmo2", "cohere", "opt"], indirect=True)
+def test_what_a_sublayer_reads_has_one_meaning_under_pre_norms_post_norms_and_in_parallel(
+    model, name, records
+):
+    with model.prefill(LONG):
+        found = [
+            [layer.layer_input, layer.self_attn.attention_input, layer.mlp.mlp_input]
+            for layer in model.layers
+        ].save()
+    for i, (stream, attention, mlp) in enumerate(found):
+        record = records[len(LONG)]
+        where = f"layers.{i}."
+        assert_close(attention, record.get(f"{where}self_attn.attention_input"), BOUND, where)
+        assert_close(mlp, record.get(f"{where}mlp.mlp_input"), BOUND, where)
+        # Only a block that norms after its sublayers lets them read the stream itself.
+        assert torch.equal(attention, stream) is (name == "olmo2")
+
+
 def test_a_saved_output_of_the_feed_forward_is_not_overwritten_by_what_runs_after(model, records):
     with model.prefill(P):
         for layer in model.layers:

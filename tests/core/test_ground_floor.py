@@ -87,6 +87,17 @@ def test_both_engines_know_the_same_architectures_of_the_first_families():
         assert hf.ARCHITECTURE is vllm.ARCHITECTURE
 
 
+@pytest.mark.parametrize("engine", ["hf", "vllm"])
+def test_another_distributions_module_is_a_family(engine, tmp_path, monkeypatch):
+    folder = tmp_path / "nnterp" / "families" / engine
+    folder.mkdir(parents=True)
+    (folder / "somebodys.py").write_text("RENAME, ENVOYS = {}, {}")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert {"llama", "somebodys"} <= set(families.known(engine))
+    assert families.lookup("somebodys", engine).RENAME == {}
+    assert families.lookup("llama", engine).RENAME is not None
+
+
 def test_listing_families_imports_none_of_them():
     code = (
         "import sys\n"

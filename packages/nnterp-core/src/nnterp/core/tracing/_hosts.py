@@ -264,7 +264,7 @@ WEIGHTED_INPUT = (
     "read routed_output"
 )
 
-for _name in MIXTURE:
+for _name in (term.name for term in terms("mlp") if term.name in MIXTURE):
     _value = unavailable(DENSE)
     _value.__set_name__(Mlp, _name)
     setattr(Mlp, _name, _value)

@@ -1,1 +1,0 @@
-"""Families of transformers: what is particular about its implementation of an architecture."""
