@@ -7,6 +7,7 @@ here. A test holds every page to what they give.
 from __future__ import annotations
 
 import ast
+import importlib.util
 import inspect
 import re
 import textwrap
@@ -188,6 +189,27 @@ def faults() -> str:
     )
 
 
+def _conformance(name: str) -> Callable[[], str]:
+    def part() -> str:
+        module = _beside("conformance")
+        made = getattr(module, name)
+        found: str = made(table) if "table" in inspect.signature(made).parameters else made()
+        return found
+
+    return part
+
+
+@cache
+def _beside(name: str) -> Any:
+    """A module of this folder, which is in no package."""
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def attributes(documented: type[Any]) -> Iterator[tuple[list[str], str]]:
     """The entries under ``Attributes:`` of a docstring: names, and what is said of them."""
     said = (inspect.getdoc(documented) or "").partition("Attributes:\n")[2].partition("\n\n")[0]
@@ -357,6 +379,10 @@ PARTS: dict[str, Callable[[], str]] = {
     "sizes": sizes,
     "families": families,
     "faults": faults,
+    **{
+        f"conformance-{name}": _conformance(name)
+        for name in ("versions", "summary", "common", "families")
+    },
     "architecture": _facts("Architecture"),
     "attention": _facts("Attention"),
     "mixture": _facts("Mixture"),
