@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import sysconfig
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,13 +51,22 @@ class Environment:
     def interpreter(self) -> Path:
         return self.folder / "bin" / "python"
 
-    def python(self, code: str, *, path: Path | None = None) -> subprocess.CompletedProcess[str]:
-        """Runs ``code`` away from the source tree, warnings being errors."""
-        return run_python(self.interpreter, "-W", "error", "-c", code, path=path)
+    def python(
+        self, code: str, *, path: Path | None = None, warnings: str = "error"
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs ``code`` away from the source tree, warnings being errors unless said."""
+        return run_python(self.interpreter, "-W", warnings, "-c", code, path=path)
 
-    def pip(self, *arguments: str | Path) -> None:
+    def pip(self, *arguments: str | Path, check: bool = True) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "pip", "--python", self.interpreter, *arguments]
-        subprocess.run([str(part) for part in command], check=True, capture_output=True)
+        return subprocess.run(
+            [str(part) for part in command], check=check, capture_output=True, text=True
+        )
+
+    @property
+    def site_packages(self) -> Path:
+        (found,) = self.folder.glob("lib/python*/site-packages")
+        return found
 
 
 def run_python(
@@ -76,11 +86,12 @@ def run_python(
     )
 
 
-def build(folder: Path, target: str, destination: Path) -> Path:
+def build(folder: Path, target: str, destination: Path, **variables: str) -> Path:
     """Builds one distribution file out of ``folder``, as a front end does."""
     subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(destination)],
         cwd=folder,
+        env={**os.environ, **variables},
         check=True,
         capture_output=True,
     )
@@ -111,7 +122,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
-def builder() -> Callable[[Path, str, Path], Path]:
+def builder() -> Callable[..., Path]:
     return build
 
 
@@ -119,10 +130,11 @@ def builder() -> Callable[[Path, str, Path], Path]:
 def make_environment(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[..., Environment]:
-    def make(*distributions: Path, dependencies: bool) -> Environment:
+    def make(*distributions: Path, dependencies: bool, editable: bool = False) -> Environment:
         """An environment with ``distributions``, and what they need if ``dependencies``.
 
-        No index is asked, so a dependency that is not among them is an error.
+        No index is asked, so a dependency that is not among them is an error. What is editable is
+        built by this environment's hatchling.
         """
         environment = Environment(tmp_path_factory.mktemp("environment"))
         subprocess.run(
@@ -130,7 +142,15 @@ def make_environment(
         )
         if distributions:
             extra = () if dependencies else ("--no-deps",)
-            environment.pip("install", "--no-index", *extra, *distributions)
+            if editable:
+                builder = environment.site_packages / "builder.pth"
+                builder.write_text(sysconfig.get_path("purelib"))
+                extra += ("--no-build-isolation",)
+                for folder in distributions:
+                    environment.pip("install", "--no-index", *extra, "--editable", folder)
+                builder.unlink()
+            else:
+                environment.pip("install", "--no-index", *extra, *distributions)
         return environment
 
     return make

@@ -75,23 +75,49 @@ def test_load_names_the_package_to_install(core_alone, engine, command):
     assert re.search(command, answer.stderr.splitlines()[-1])
 
 
-@pytest.fixture
-def beside_another(wheels, make_environment, tmp_path):
-    """Core installed into the folder of a regular package called nnterp."""
-    environment = make_environment(dependencies=False)
-    environment.pip(
-        "install", "--no-index", "--no-deps", "--target", tmp_path, wheels["nnterp-core"]
+@pytest.fixture(scope="module")
+def another(builder, tmp_path_factory):
+    """A distribution called nnterp, a regular package of that name, made here."""
+    folder = tmp_path_factory.mktemp("another")
+    (folder / "nnterp").mkdir()
+    (folder / "nnterp" / "__init__.py").write_text("class StandardizedTransformer: ...\n")
+    (folder / "pyproject.toml").write_text(
+        '[build-system]\nrequires = ["hatchling"]\nbuild-backend = "hatchling.build"\n'
+        '[project]\nname = "nnterp"\nversion = "1.0"\n'
     )
-    (tmp_path / "nnterp" / "__init__.py").write_text("")
-    return environment
+    return builder(folder, "wheel", folder / "built")
 
 
-@pytest.mark.parametrize("line", ["import nnterp.core", "from nnterp.core.protocols import *"])
-def test_beside_another_nnterp_it_says_so_in_one_sentence(beside_another, tmp_path, line):
-    answer = beside_another.python(line, path=tmp_path)
+def says_so(answer):
     assert answer.returncode == 1
     last = answer.stderr.splitlines()[-1]
     assert last.startswith("ImportError: ")
     assert "another distribution called 'nnterp'" in last
     assert "pip uninstall nnterp" in last
     assert "During handling" not in answer.stderr
+
+
+@pytest.mark.parametrize("first", ["core", "another"])
+def test_beside_another_nnterp_it_says_so_in_one_sentence(
+    wheels, make_environment, another, first
+):
+    core = wheels["nnterp-core"]
+    environment = make_environment(dependencies=False)
+    for wheel in (core, another) if first == "core" else (another, core):
+        environment.pip("install", "--no-index", wheel)
+    says_so(environment.python("import nnterp.core"))
+    says_so(environment.python("from nnterp.core.protocols import *"))
+    assert environment.python("import nnterp; nnterp.StandardizedTransformer").returncode == 0
+
+    # The way out that it names.
+    environment.pip("uninstall", "--yes", "nnterp")
+    environment.pip("install", "--no-index", "--force-reinstall", core)
+    assert environment.python("import nnterp.core").stderr == ""
+
+
+def test_beside_another_nnterp_an_editable_core_is_not_found(packages, make_environment, another):
+    """None of it runs, so Python says it."""
+    environment = make_environment(packages[0].folder, dependencies=False, editable=True)
+    environment.pip("install", "--no-index", another)
+    last = environment.python("import nnterp.core").stderr.splitlines()[-1]
+    assert last == "ModuleNotFoundError: No module named 'nnterp.core'"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 import nnterp.core
@@ -19,6 +22,11 @@ def test_the_other_engine_is_offered_by_its_command():
     assert nnterp.core.engines() == ("hf",)
     with pytest.raises(nnterp.core.MissingBackend, match=r'pip install "nnterp-vllm\[cuda\]"'):
         nnterp.core.load("x", engine="vllm")
+
+
+def test_nothing_is_missing_or_at_odds():
+    checked = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, text=True)
+    assert checked.stdout == "No broken requirements found.\n"
 
 
 def test_a_model_is_read_by_standard_names(checkpoint, prompt, expected):

