@@ -81,8 +81,7 @@ def _refused(host: Any) -> str | None:
 
 def _expansion(host: Any) -> str | None:
     """The operation that makes keys and values of what the cache holds, where those are not it."""
-    name = host.call.expansion
-    return f"self_{name}_0" if name is not None and hasattr(host._module, name) else None
+    return None if host.call.expansion is None else f"self_{host.call.expansion}_0"
 
 
 def _open_eager(host: Any) -> None:

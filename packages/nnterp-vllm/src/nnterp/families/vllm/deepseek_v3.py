@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from vllm.model_executor.models.deepseek_v2 import (
     DeepseekV2Attention,
     DeepseekV2DecoderLayer,
@@ -11,7 +13,7 @@ from vllm.model_executor.models.deepseek_v2 import (
 )
 
 from nnterp.core.architectures import DEEPSEEK_V3 as ARCHITECTURE
-from nnterp.families.vllm.deepseek_v2 import check as check
+from nnterp.families.vllm import deepseek_v2
 from nnterp.vllm import ExpandedAttention, FusedLayer, LatentAttention, Rotary, declare, rotated
 
 _ROTARY = Rotary(lambda host: host.config.qk_rope_head_dim, halves=True)
@@ -26,3 +28,18 @@ RENAME, ENVOYS = declare(
     mlp=DeepseekV2MLP,
     mixture=DeepseekV2MoE,
 )
+
+
+def check(model: Any) -> None:
+    """Refuse what vLLM computes otherwise, and what DeepSeek-V2's does not take.
+
+    Raises:
+        ValueError: the checkpoint's channels turn in halves, or as for DeepSeek-V2.
+    """
+    deepseek_v2.check(model)
+    if not getattr(model.text_config, "rope_interleave", True):
+        raise ValueError(
+            f"vLLM turns the channels of {model.model_name} in pairs, and this checkpoint's turn "
+            f"in halves (rope_interleave=False), so no value would be the checkpoint's own; load "
+            f"it with engine='hf'"
+        )
