@@ -354,6 +354,8 @@ MODULES = {
     "nnterp.core.protocols": "protocols",
     "nnterp.core.families": "families",
     "nnterp.core.architectures": "architectures",
+    "nnterp.core.faults": "faults",
+    "nnterp.core.reading": "reading",
     "nnterp.core.equivalence": "equivalence",
     "nnterp.core.testing": "testing",
     "nnterp.core.tracing": "tracing",

@@ -98,6 +98,18 @@ def test_every_part_is_on_a_page() -> None:
     assert used == set(generator().PARTS)
 
 
+@pytest.mark.smoke
+def test_what_pip_is_told_is_what_the_readme_says() -> None:
+    readme = (DOCS.parent / "README.md").read_text()
+    for name in ("start/transformers.md", "start/vllm.md"):
+        told = re.findall(r"^\$ (pip .*)$", PAGES[name].read_text(), flags=re.MULTILINE)
+        assert told
+        for command in told:
+            plain, _, index = command.partition(" --extra-index-url ")
+            assert plain in readme
+            assert index in readme
+
+
 # -- names in tables -------------------------------------------------------------------------------
 
 CORE = DOCS.parent / "packages" / "nnterp-core"
