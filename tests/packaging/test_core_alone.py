@@ -98,9 +98,7 @@ def says_so(answer):
 
 
 @pytest.mark.parametrize("first", ["core", "another"])
-def test_beside_another_nnterp_it_says_so_in_one_sentence(
-    wheels, make_environment, another, first
-):
+def test_beside_another_nnterp_it_says_so_in_one_sentence(wheels, make_environment, another, first):
     core = wheels["nnterp-core"]
     environment = make_environment(dependencies=False)
     for wheel in (core, another) if first == "core" else (another, core):

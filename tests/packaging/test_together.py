@@ -75,9 +75,7 @@ def test_one_by_one_and_together(packages, wheels, make_environment, backends, e
 @pytest.mark.slow
 def test_the_installed_wheels_run_a_model(wheels, make_environment, checkpoint):
     """The wheels beside what they need, which is taken from this environment, and no source."""
-    environment = make_environment(
-        wheels["nnterp-core"], wheels["nnterp-hf"], dependencies=False
-    )
+    environment = make_environment(wheels["nnterp-core"], wheels["nnterp-hf"], dependencies=False)
     # Its own files alone: what is editable here is in files like this one, which are not read.
     (environment.site_packages / "beside.pth").write_text(sysconfig.get_path("purelib"))
     answer = environment.python(

@@ -93,7 +93,9 @@ class Experts(Lens):
     """Indices of experts; a write of one that there is not is refused."""
 
     def put(self, raw: Tensor, new: Tensor, host: Any) -> Tensor:
-        count = host.get("experts")._module.num_experts
+        # An adapter holds the experts that it adapts.
+        modules = host.get("experts")._module.modules()
+        count = next(one.num_experts for one in modules if hasattr(one, "num_experts"))
         if bool(((new < 0) | (new >= count)).any()):
             # The kernels leave what such a row gives to chance.
             raise ValueError(f"expert_indices are below {count}; this write has another")
@@ -143,6 +145,11 @@ def _outputs(host: Any) -> Site | str:
     if host.mixture.weighted_input:
         return WEIGHTED_INPUT
     experts = host.get("experts")
+    if not hasattr(experts._module, "config"):
+        return (
+            f"an adapter wraps the experts in its {type(experts._module).__name__}, which does not "
+            f"have them apart; read routed_output"
+        )
     implementation = _implementation(host)
     kernel = _KERNELS.get(implementation)
     if kernel is None:

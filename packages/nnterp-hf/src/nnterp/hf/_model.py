@@ -14,6 +14,7 @@ import torch
 from nnsight.intervention.batching import Batcher
 from nnsight.intervention.interleaver import OutOfOrderError
 from nnsight.intervention.tracer import InterleavingTracer, ScanningTracer
+from nnsight.modeling.quantization import resolve_load_kwargs
 from nnsight.modeling.transformers import TransformersModel
 from nnsight.tracing.tracer import _saves, mark, push_result
 from torch import Tensor
@@ -42,6 +43,7 @@ from nnterp.core.tracing import (
     is_chat,
     model_type_of,
     own,
+    quantised_by,
     released,
     running,
     under,
@@ -129,9 +131,15 @@ def _embeddings(host: Any) -> Site | str:
         return str(host.unembedded)
     at = under("embed_tokens", "output")
     # The Gemmas scale inside the embedding module; the table's rows are before it.
-    if getattr(host.get("embed_tokens")._module, "embed_scale", None) is None:
+    if _embed_scale(host) is None:
         return Site(at)
-    return Site(at, Scaled(lambda host: 1.0 / host.embed_tokens._module.embed_scale.to(host.dtype)))
+    return Site(at, Scaled(lambda host: 1.0 / _embed_scale(host).to(host.dtype)))
+
+
+def _embed_scale(host: Any) -> Any:
+    # An adapter holds the module that it adapts.
+    modules = host.get("embed_tokens")._module.modules()
+    return next((one.embed_scale for one in modules if hasattr(one, "embed_scale")), None)
 
 
 def _mask(host: Any) -> Site | str:
@@ -188,12 +196,32 @@ def _several(prompt: Any) -> bool:
 
 
 def _refuse_wrapped(module: Module) -> None:
-    """A module that ``torch.compile`` wrapped hides the one whose names and class are known."""
+    """A module that wraps a model hides the one whose names and class are known."""
+    if any(base.__module__.partition(".")[0] == "peft" for base in type(module).__mro__):
+        raise ValueError(
+            f"{type(module).__name__} wraps the model, and has other names for its modules; load "
+            f"the checkpoint with peft=<the adapter's folder>, or pass merge_and_unload() of it"
+        )
     wrapped = [name for name, part in module.named_modules() if isinstance(part, OptimizedModule)]
     if wrapped:
         raise ValueError(
             f"torch.compile() wrapped {', '.join(wrapped) or 'the model'}; pass the model without "
             f"it, or compile in place with .compile()"
+        )
+
+
+# Whose linear maps alone are others, at the same places: a value is what enters or leaves them.
+_QUANTISED = ("bitsandbytes",)
+
+
+def _refuse_quantised(config: Any, kwargs: dict[str, Any]) -> None:
+    """Weights whose quantisation may change what the modules around them compute."""
+    found = quantised_by(config, resolve_load_kwargs(kwargs).get("quantization_config"))
+    if found is not None and found not in _QUANTISED:
+        raise ValueError(
+            f"the weights are quantised by {found!r}, under which no value was ever measured; load "
+            f"plain weights, quantise them by dtype='int8' or 'nf4' ({', '.join(_QUANTISED)}), or "
+            f"have transformers dequantise them, by dequantize=True in their quantization_config"
         )
 
 
@@ -216,6 +244,8 @@ class StandardizedTransformer(Standardized, TransformersModel, StandardModel):
     Raises:
         UnsupportedFamily: no family is passed and none describes the checkpoint's model type.
         FileNotFoundError: ``repo_id`` is a path at which nothing is.
+        ValueError: it wraps a model, as ``torch.compile`` and peft do, or its weights are
+            quantised in a way under which no value was measured; with the way out.
     """
 
     engine = "hf"
@@ -244,13 +274,14 @@ class StandardizedTransformer(Standardized, TransformersModel, StandardModel):
                 return model_type_of(repo_id.config)
             from transformers import AutoConfig
 
-            return model_type_of(
-                AutoConfig.from_pretrained(
-                    repo_id,
-                    revision=kwargs.get("revision"),
-                    trust_remote_code=kwargs.get("trust_remote_code", False),
-                )
+            config = AutoConfig.from_pretrained(
+                repo_id,
+                revision=kwargs.get("revision"),
+                trust_remote_code=kwargs.get("trust_remote_code", False),
             )
+            # Before the weights are loaded.
+            _refuse_quantised(config, kwargs)
+            return model_type_of(config)
 
         self.family = self._family(family, model_type, self.engine)
         named = repo_id if isinstance(repo_id, str) else getattr(repo_id, "name_or_path", None)
@@ -264,6 +295,7 @@ class StandardizedTransformer(Standardized, TransformersModel, StandardModel):
             envoys={**container_envoys(), **self.family.ENVOYS, **(envoys or {})},
             **kwargs,
         )
+        _refuse_quantised(self.config, kwargs)
         if family is None and not hasattr(self.family, "check"):
             self._check_blocks()
         self._warn_of_softcap()

@@ -44,6 +44,7 @@ from nnterp.core.tracing import (
     has_tokenizer,
     model_type_of,
     own,
+    quantised_by,
     running,
     unavailable,
     under,
@@ -61,7 +62,11 @@ _REFUSED: dict[str, str] = {
     "enable_chunked_prefill": "a block would see its prompt in pieces",
     "enable_prefix_caching": "a plain request would read the cache that an edited one wrote",
     "speculative_config": "a draft's tokens pass the model beside the request's own",
+    "quantization": "no value was measured on quantised weights in vLLM; load plain ones",
 }
+
+
+_ONE_ADAPTER = "vLLM's CPU kernels apply one request's adapter to every request of a step"
 
 
 def _close_at_exit(reference: weakref.ref[StandardizedVLLM]) -> None:
@@ -188,13 +193,14 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
         def model_type() -> str:
             from vllm.transformers_utils.config import get_config
 
-            return model_type_of(
-                get_config(
-                    repo_id,
-                    trust_remote_code=kwargs.get("trust_remote_code", False),
-                    revision=kwargs.get("revision"),
-                )
+            config = get_config(
+                repo_id,
+                trust_remote_code=kwargs.get("trust_remote_code", False),
+                revision=kwargs.get("revision"),
             )
+            # Before the weights are loaded.
+            self._refuse_quantised(config)
+            return model_type_of(config)
 
         self.family = self._family(family, model_type, self.engine)
         if isinstance(repo_id, str):
@@ -226,6 +232,7 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
             **kwargs,
         )
         try:
+            self._refuse_quantised(self.config)
             if (check := getattr(self.family, "check", None)) is not None:
                 check(self)
             elif family is None:
@@ -246,6 +253,19 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
             for name, reason in _REFUSED.items()
             if kwargs.get(name)
         ]
+        if kwargs.get("kv_cache_dtype", "auto") not in ("auto", kwargs.get("dtype")):
+            problems.append(
+                f"kv_cache_dtype={kwargs['kv_cache_dtype']!r}: the attention would work with keys "
+                f"and values rounded after they were served"
+            )
+        if (
+            kwargs.get("enable_lora")
+            and kwargs.get("mode") == "async"
+            and current_platform.is_cpu()
+        ):
+            problems.append(
+                f"enable_lora with mode='async' on the CPU: {_ONE_ADAPTER}, and traces share steps"
+            )
         if kwargs.get("pipeline_parallel_size", 1) > 1:
             problems.append(
                 "pipeline_parallel_size > 1: a block's values would be spread over engines"
@@ -266,6 +286,14 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
             )
         if problems:
             raise ValueError("StandardizedVLLM refuses " + "; ".join(problems))
+
+    @staticmethod
+    def _refuse_quantised(config: Any) -> None:
+        if (method := quantised_by(config)) is not None:
+            raise ValueError(
+                f"the checkpoint's weights are quantised by {method!r}: no value was measured on "
+                f"quantised weights in vLLM; load a checkpoint with plain ones"
+            )
 
     @staticmethod
     def _engine_defaults(repo_id: str, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -499,6 +527,9 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
         if self.tokenizer is None:
             invokes = [(inputs, {"detokenize": False, **kwargs}) for inputs, kwargs in invokes]
         assembled: tuple[Any, Any] = super()._batch(invokes, fn)
+        adapters = {None if one is None else one.lora_int_id for one in assembled[0][2]}
+        if len(adapters) > 1 and current_platform.is_cpu():
+            raise ValueError(f"{_ONE_ADAPTER}: give each lora_request a trace of its own")
         return assembled
 
     def prefill(self, *prompt: Any, **kwargs: Any) -> Any:
@@ -601,7 +632,12 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
         """nnsight's trace: one request of the engine, with what it reads and writes in the
         block; sampling settings are keyword arguments."""
         self._refuse_nested()
-        streams = self._async_engine and not kwargs.get("remote") and not kwargs.get("serve")
+        if kwargs.get("serve"):
+            raise ValueError(
+                "serve= is not supported: nnsight's server runs its own model, which has no "
+                "standard names; load the model here"
+            )
+        streams = self._async_engine and not kwargs.get("remote")
         if streams and kwargs.get("backend") is None:
             kwargs["backend"] = StreamBackend(self)
         return super().trace(*inputs, **kwargs)

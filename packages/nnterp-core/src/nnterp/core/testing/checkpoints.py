@@ -23,6 +23,8 @@ from typing import Any, Literal
 
 import filelock
 import torch
+import transformers
+from packaging.version import Version
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     AutoConfig,
@@ -576,7 +578,8 @@ RECIPES: dict[str, Recipe] = _recipes(
                 router="block_sparse_moe.router",
                 experts="block_sparse_moe.experts",
                 weights=1,
-                indices=0,
+                # Before 5.21 the indices came first, and the logits last.
+                indices=0 if Version(transformers.__version__) < Version("5.21") else 2,
             ),
         ),
         tags=frozenset({"groups", "mixture", "multipliers"}),

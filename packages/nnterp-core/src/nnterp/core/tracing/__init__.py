@@ -44,6 +44,7 @@ from ._standardized import checked_length as checked_length
 from ._standardized import checked_path as checked_path
 from ._standardized import has_tokenizer as has_tokenizer
 from ._standardized import model_type_of as model_type_of
+from ._standardized import quantised_by as quantised_by
 from ._values import Block as Block
 from ._values import OutOfOrder as OutOfOrder
 from ._values import Site as Site

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -56,6 +56,25 @@ def model_type_of(config: Any) -> str:
     text = config.get_text_config()
     model_type: str = text.model_type
     return model_type
+
+
+def quantised_by(config: Any, given: Any = None) -> str | None:
+    """How weights are quantised, by transformers' name of the method; ``None`` for plain ones.
+
+    Args:
+        config: the checkpoint's config.
+        given: the ``quantization_config`` that the model is loaded with, which goes first.
+    """
+    found = given
+    for one in (config, config.get_text_config()):
+        found = found or getattr(one, "quantization_config", None)
+    if not found:
+        return None
+    settings = found if isinstance(found, Mapping) else vars(found)
+    if settings.get("dequantize"):
+        return None
+    method = settings.get("quant_method") or type(found).__name__
+    return str(getattr(method, "value", method))
 
 
 def checked_length(max_new_tokens: int) -> int:
@@ -159,6 +178,12 @@ class Standardized(Named):
                 "a trace of this model was opened inside a block that is running in it; open it "
                 "after that block, or give both prompts to one trace with tracer.invoke(...)"
             )
+
+    def _remote_backend(self, *args: Any) -> Any:
+        raise ValueError(
+            "remote= is not supported: a remote server runs nnsight's own model classes, which "
+            "have no standard names; load the model here, or trace it there by nnsight's names"
+        )
 
     # -- sizes -----------------------------------------------------------------
 

@@ -11,6 +11,6 @@ try:
 except ModuleNotFoundError:
     pass  # the newer releases have none of their own
 else:
-    ENVOYS |= declare(
-        ARCHITECTURE, PlainLayer, layer=PhiLayer, attention=PhiAttention, mlp=PhiMLP
-    )[1]
+    ENVOYS |= declare(ARCHITECTURE, PlainLayer, layer=PhiLayer, attention=PhiAttention, mlp=PhiMLP)[
+        1
+    ]

@@ -1,0 +1,201 @@
+"""How a model is loaded: without weights, with an adapter, and what is refused by its name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from nnterp.core import SIZES, load
+from nnterp.core.testing import Oracle, assert_close
+
+P = [5, 17, 250, 9, 33]
+BOUND = 1e-5
+
+
+@pytest.fixture(params=["hf", "vllm"])
+def engine(request):
+    return request.param
+
+
+# -- without weights -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "opt_postln", "qwen2_moe"])
+def test_sizes_and_support_need_no_weights(engine, name, checkpoint, only, tmp_path):
+    """There are none in the folder, so none can be loaded."""
+    folder = shutil.copytree(
+        checkpoint(name), tmp_path / name, ignore=shutil.ignore_patterns("*.safetensors")
+    )
+    bare = load(folder, engine=engine, dispatch=False)
+    bare.require("layers.*.layer_output", "logits")
+    whole = only(engine, name)
+    whole.dispatch()
+    assert {size: getattr(bare, size) for size in SIZES} == {
+        size: getattr(whole, size) for size in SIZES
+    }
+    for step in ("prefill", "decode"):
+        assert bare.support(step=step) == whole.support(step=step)
+        assert bare.support(1, step=step) == whole.support(1, step=step)
+    assert {weight.device.type for weight in bare._module.parameters()} == {"meta"}
+
+
+# -- refused by name -----------------------------------------------------------------
+
+
+def configured(checkpoint, folder, **fields):
+    """A copy of the tiny Llama whose config says more."""
+    shutil.copytree(checkpoint("llama"), folder)
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"quant_method": "gptq", "bits": 4, "group_size": 32},
+        {"quant_method": "awq", "bits": 4, "group_size": 32},
+        {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        {"quant_method": "mxfp4"},
+    ],
+    ids=lambda settings: settings["quant_method"],
+)
+def test_a_quantised_checkpoint_is_refused_by_its_method(engine, checkpoint, tmp_path, settings):
+    path = configured(checkpoint, tmp_path / "quantised", quantization_config=settings)
+    with pytest.raises(ValueError, match=f"quantised by '{settings['quant_method']}'.*plain"):
+        load(path, engine=engine)
+
+
+def test_quantised_loading_is_refused_by_its_method(checkpoint):
+    from transformers import FineGrainedFP8Config
+
+    with pytest.raises(ValueError, match=r"quantised by 'fp8'.*dtype='int8'.*dequantize=True"):
+        load(checkpoint("llama"), engine="hf", quantization_config=FineGrainedFP8Config())
+    with pytest.raises(ValueError, match="quantization='fp8': no value was measured"):
+        load(checkpoint("llama"), engine="vllm", quantization="fp8")
+    with pytest.raises(ValueError, match=r"kv_cache_dtype='fp8': .*rounded"):
+        load(checkpoint("llama"), engine="vllm", kv_cache_dtype="fp8")
+
+
+def test_a_remote_run_is_refused(engine, checkpoint):
+    model = load(checkpoint("llama"), engine=engine)
+    for opened in (model.trace, model.session, model.prefill):
+        with pytest.raises(ValueError, match=r"remote= is not supported.*load the model here"):
+            opened(*([] if opened == model.session else [P]), remote=True)
+    if engine == "vllm":
+        with pytest.raises(ValueError, match="serve= is not supported"):
+            model.trace(P, serve="http://localhost:1")
+
+
+# -- adapters on vLLM ------------------------------------------------------------------
+
+RANK, ALPHA = 4, 8
+ADAPTED = ("self_attn.q_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.down_proj")
+
+
+@pytest.fixture(scope="module")
+def adapted(checkpoint, tmp_path_factory):
+    """A LoRA adapter of the tiny Llama, and the same model with it merged into its weights."""
+    adapter = tmp_path_factory.mktemp("adapter")
+    merged = Path(shutil.copytree(checkpoint("llama"), tmp_path_factory.mktemp("m") / "merged"))
+    weights = load_file(merged / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    factors = {}
+    for name in [f"model.layers.{i}.{part}" for i in range(3) for part in ADAPTED]:
+        rows, columns = weights[f"{name}.weight"].shape
+        down = torch.randn(RANK, columns, generator=generator) * 0.1
+        up = torch.randn(rows, RANK, generator=generator) * 0.1
+        factors[f"base_model.model.{name}.lora_A.weight"] = down
+        factors[f"base_model.model.{name}.lora_B.weight"] = up
+        weights[f"{name}.weight"] += ALPHA / RANK * up @ down
+    save_file(weights, merged / "model.safetensors", metadata={"format": "pt"})
+    save_file(factors, adapter / "adapter_model.safetensors")
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": RANK,
+        "lora_alpha": ALPHA,
+        "target_modules": [part.split(".")[1] for part in ADAPTED],
+    }
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    return adapter, merged
+
+
+@pytest.fixture(scope="module")
+def with_adapters(only):
+    return only("vllm", "llama", enable_lora=True, max_lora_rank=8)
+
+
+@pytest.fixture(scope="module")
+def asked(adapted):
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest("one", 1, str(adapted[0]))
+
+
+@pytest.mark.slow
+def test_the_values_of_a_request_with_an_adapter_are_those_of_the_merged_model(
+    with_adapters, asked, adapted, reference
+):
+    expected, plain = Oracle(adapted[1], "llama").run(P, steps=2), reference("llama").run(P)
+    names = ("layer_input", "self_attn.attention_queries", "mlp.mlp_neurons", "layer_output")
+    model = with_adapters
+    for request, answers in ((asked, expected), (None, plain), (asked, expected)):
+        with model.prefill(P, lora_request=request):
+            found = {}.save()
+            found["layer_input"] = model.layers[1].layer_input
+            found["self_attn.attention_queries"] = model.layers[1].self_attn.attention_queries
+            found["mlp.mlp_neurons"] = model.layers[1].mlp.mlp_neurons
+            found["layer_output"] = model.layers[1].layer_output
+            logits = model.logits.save()
+        for name in names:
+            assert_close(found[name], answers.get(f"layers.1.{name}"), BOUND, name)
+        assert_close(logits[:, -1], answers.get("logits")[:, -1], BOUND, "logits")
+    assert not torch.allclose(expected.get("logits"), plain.get("logits"), atol=0.1)
+
+    with model.decode(P, max_new_tokens=3, lora_request=asked) as tracer:
+        steps = [].save()
+        for _ in tracer.iter[0:3]:
+            steps.append(model.logits)
+    for step, logits in enumerate(steps):
+        assert_close(logits[:, -1], expected.get("logits", step)[:, -1], BOUND, f"step {step}")
+
+
+@pytest.mark.slow
+def test_an_edit_of_a_request_with_an_adapter(with_adapters, asked, adapted):
+    with with_adapters.prefill(P, lora_request=asked):
+        with_adapters.layers[1].mlp.mlp_output = 0.5 * with_adapters.layers[1].mlp.mlp_output
+        logits = with_adapters.logits.save()
+    merged = load(adapted[1], engine="hf", dispatch=True, attn_implementation="eager")
+    with merged.prefill(P):
+        merged.layers[1].mlp.mlp_output = 0.5 * merged.layers[1].mlp.mlp_output
+        expected = merged.logits[:, -1].save()
+    assert_close(logits[:, -1], expected.detach(), BOUND, "logits")
+
+
+@pytest.mark.slow
+def test_requests_of_different_adapters_in_one_trace_are_refused(with_adapters, asked, reference):
+    """vLLM's CPU kernels would give both the adapter of one of them."""
+    model = with_adapters
+    with (
+        pytest.raises(ValueError, match="each lora_request a trace of its own"),
+        model.prefill() as tracer,
+    ):
+        with tracer.invoke(P, lora_request=asked):
+            _ = model.logits.save()
+        with tracer.invoke(P):
+            _ = model.logits.save()
+    with model.prefill(P):
+        logits = model.logits.save()
+    expected = reference("llama").run(P).get("logits")
+    assert_close(logits[:, -1], expected[:, -1], BOUND, "the next trace")
+
+
+def test_adapters_on_an_asynchronous_engine_are_refused(checkpoint):
+    with pytest.raises(ValueError, match="enable_lora with mode='async' on the CPU"):
+        load(checkpoint("llama"), engine="vllm", enable_lora=True, mode="async")
