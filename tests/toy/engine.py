@@ -32,6 +32,7 @@ HOSTS = ("self_attn", "linear_attn", "mlp")
 
 REASONS = {
     "attention_mask": "a prompt is one sequence without padding here; there is no mask",
+    "linear_attn.attention_input": "every block mixes tokens by attention",
     "linear_attn.attention_output": "every block mixes tokens by attention",
     **{
         f"mlp.{name}": "every feed-forward is dense here"
@@ -264,10 +265,12 @@ class ToyModel(Host):
             at, weights = f"layers.{i}", f"model.layers.{i}"
             stream = yield f"{at}.layer_input", stream
             normed = self._norm(f"{weights}.input_layernorm", stream)
+            normed = yield f"{at}.self_attn.attention_input", normed
             added = yield from self._attention(i, normed, start, cache)
             added = yield f"{at}.self_attn.attention_output", added
             stream = yield f"{at}.layer_mid", stream + added
             normed = self._norm(f"{weights}.post_attention_layernorm", stream)
+            normed = yield f"{at}.mlp.mlp_input", normed
             gate = silu(self._linear(f"{weights}.mlp.gate_proj", normed))
             neurons = gate * self._linear(f"{weights}.mlp.up_proj", normed)
             neurons = yield f"{at}.mlp.mlp_neurons", neurons
