@@ -1,6 +1,6 @@
 """The page of families, made from the report of a conformance run: ``conformance.json``.
 
-The report is one that ``pytest tests/conformance --conformance-report docs/conformance.json`` wrote.
+It is what ``hatch run families`` wrote.
 """
 
 from __future__ import annotations
@@ -149,10 +149,9 @@ def _family(
         for subject in subjects:
             if subject["missing"] is not None:
                 missing = subject["missing"]
-                rows.append(
-                    [NAMES[engine], f"`{subject['checkpoint']}`", "cannot be loaded", ""]
-                    + [f"{missing['cause']} ({missing['version']})"]
-                )
+                why = f"{missing['cause']} ({missing['version']})"
+                named = f"`{subject['checkpoint']}`"
+                rows.append([NAMES[engine], named, "cannot be loaded", "", why])
                 continue
             worst = _worst([subject])
             served = sum(value["status"] != "unavailable" for value in subject["values"].values())
@@ -162,9 +161,7 @@ def _family(
                 for fault in subject["faults"]
             )
             where = f"{_number(worst[0])} at `{worst[1]}`" if worst else "not measured"
-            rows.append(
-                [NAMES[engine], f"`{subject['checkpoint']}`", str(served), where, faults]
-            )
+            rows.append([NAMES[engine], f"`{subject['checkpoint']}`", str(served), where, faults])
     parts.append(table(["engine", "checkpoint", "values", "furthest off", "known faults"], rows))
     told: dict[tuple[str, str], dict[str, set[str]]] = {}
     for engine, subjects in engines.items():
@@ -184,7 +181,9 @@ def _family(
                 for engine, names in found.items()
             )
             merged.setdefault((reason, where), set()).add(key)
-        parts += [f"- {where}: {_keys(keys)}: {reason}." for (reason, where), keys in merged.items()]
+        parts += [
+            f"- {where}: {_keys(keys)}: {reason}." for (reason, where), keys in merged.items()
+        ]
         parts.append("")
     parts.append(_matrix(engines, table))
     return "\n".join(parts)

@@ -98,9 +98,7 @@ def _mlp(mixture: bool) -> Callable[[], str]:
         from nnterp.core._vocabulary import MIXTURE
 
         lines = _host("mlp")().splitlines(keepends=True)
-        chosen = [
-            line for line in lines[2:] if (line.split("`")[1] in MIXTURE) is mixture
-        ]
+        chosen = [line for line in lines[2:] if (line.split("`")[1] in MIXTURE) is mixture]
         return "".join(lines[:2] + chosen)
 
     return values
@@ -307,11 +305,9 @@ def _toy(file: str, *names: str) -> Callable[[], str]:
 
     def code() -> str:
         source = (TOY / file).read_text()
-        if not names:
-            parts = [source.rstrip()]
-        else:
-            parts = [_definition(source, name) for name in names]
-        return f'\n```py title="tests/toy/{file}"\n' + "\n\n\n".join(parts) + "\n```\n\n"
+        parts = [_definition(source, name) for name in names] or [source.rstrip()]
+        # ruff formats what is called py, and this is formatted where it stands.
+        return f'\n```py3 title="tests/toy/{file}"\n' + "\n\n\n".join(parts) + "\n```\n\n"
 
     return code
 
@@ -325,6 +321,7 @@ def _definition(source: str, name: str) -> str:
 
 
 # -- the reference ---------------------------------------------------------------------------------
+
 
 def exported(module: str) -> list[str]:
     """The public names that a package's ``__init__`` says it has: ``from a import x as x``."""
@@ -400,10 +397,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "toy-trace": _toy("engine.py", "Trace", "Steps"),
     "toy-host": _toy("engine.py", "Host"),
     "toy-checked": _toy("engine.py", "ToyModel.checked"),
-    **{
-        f"reference-{MODULES[module]}": _reference(module)
-        for module in PACKAGES
-    },
+    **{f"reference-{MODULES[module]}": _reference(module) for module in PACKAGES},
 }
 
 

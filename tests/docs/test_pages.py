@@ -113,19 +113,19 @@ def test_what_pip_is_told_is_what_the_readme_says() -> None:
 # -- names in tables -------------------------------------------------------------------------------
 
 CORE = DOCS.parent / "packages" / "nnterp-core"
+HF = DOCS.parent / "packages" / "nnterp-hf"
 VLLM = DOCS.parent / "packages" / "nnterp-vllm"
 
 # Where the names stand that a page's tables have besides those of the library.
 SOURCES = {
     "availability.md": [VLLM / "src/nnterp/vllm/_conventions.py"],
     "differences.md": [CORE / "src/nnterp/core/equivalence/_text.py"],
-    "index.md": [CORE / "pyproject.toml", *(VLLM.parent / "nnterp-hf").glob("*.toml")]
-    + [VLLM / "pyproject.toml"],
+    "index.md": [package / "pyproject.toml" for package in (CORE, HF, VLLM)],
     "vllm.md": [VLLM / "src/nnterp/vllm/_model.py"],
     "writing-a-family.md": [
         VLLM / "src/nnterp/vllm/_conventions.py",
         VLLM / "src/nnterp/families/vllm/llama.py",
-        DOCS.parent / "packages/nnterp-hf/src/nnterp/families/hf/llama.py",
+        HF / "src/nnterp/families/hf/llama.py",
     ],
     "writing-an-engine.md": [VLLM / "src/nnterp/vllm/_model.py"],
 }
@@ -200,4 +200,4 @@ def test_the_values_of_the_vocabulary_have_a_name_elsewhere() -> None:
 def test_every_block_is_of_a_known_kind() -> None:
     for name, path in PAGES.items():
         kinds = {block.kind for block in blocks(path.read_text())}
-        assert kinds <= {"", "python", "py", "text", "console", "toml"}, name
+        assert kinds <= {"", "python", "py3", "text", "console", "toml"}, name

@@ -1,4 +1,4 @@
-"""The built pages in a real browser, wide and narrow, light and dark. ``hatch run docs:browser``."""
+"""The built pages in a browser, wide and narrow, light and dark. ``hatch run docs:browser``."""
 
 from __future__ import annotations
 
