@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
+from dataclasses import dataclass
+from typing import ClassVar
+
 import pytest
 import torch
 
@@ -92,6 +96,16 @@ def test_a_window_that_is_one_token_longer_is_named(checkpoint):
     assert "one token more than the config's sliding_window" in first.faults[0]
 
 
+def test_a_head_bias_that_is_left_out_is_named(checkpoint):
+    path = checkpoint("phimoe")
+    report = compare(Spec("hf", path, FLOAT32), Spec("vllm", path, VLLM), IDS)
+    assert [value.key for value in report.values if value.departs] == ["logits", "next_token_probs"]
+    assert (report.first.key, report.first.step) == ("logits", 0)
+    (fault,) = report.first.faults
+    assert "leaves out the bias of PhiMoE's lm_head" in fault
+    assert "add lm_head's bias" in fault
+
+
 def test_within_the_window_the_two_agree(checkpoint):
     path = checkpoint("cohere2_window")
     report = compare(Spec("hf", path, FLOAT32), Spec("vllm", path, VLLM), IDS[:1])
@@ -107,6 +121,33 @@ def test_where_no_engine_measures_the_order_it_is_found(only):
     assert keys[:3] == ["input_ids", "input_size", "token_embeddings"]
     assert keys.index("layers.1.layer_mid") < keys.index("layers.1.mlp.mlp_output")
     assert keys[-3] == "final_norm_output"
+
+
+@dataclass(frozen=True)
+class Alone(Spec):
+    """A model that is loaded only where none of the others is there any more."""
+
+    loaded: ClassVar[list[weakref.ref[torch.nn.Module]]] = []
+
+    def load(self):
+        assert [one for one in self.loaded if one() is not None] == []
+        model = super().load()
+        if self.engine == "hf":
+            self.loaded.append(weakref.ref(model._module))
+        else:
+            engine = model.vllm_entrypoint.llm_engine
+            runner = engine.engine_core.engine_core.model_executor.driver_worker.model_runner
+            self.loaded.append(weakref.ref(runner.model))
+        return model
+
+
+@pytest.mark.parametrize("engines", [("hf", "vllm"), ("vllm", "hf")], ids="-".join)
+def test_one_model_is_in_memory_at_a_time(checkpoint, engines):
+    path, options = checkpoint("llama"), {"hf": {}, "vllm": {"max_model_len": 256}}
+    Alone.loaded.clear()
+    a, b = (Alone(name, path, {"dtype": "bfloat16", **options[name]}) for name in engines)
+    assert compare(a, b, IDS).agree
+    assert len(Alone.loaded) == 4  # each once more in float32
 
 
 # -- one engine twice --------------------------------------------------------------

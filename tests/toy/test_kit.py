@@ -19,8 +19,8 @@ HERE = Path(__file__).parent
 # Every value that the forward computes from the first scores on.
 AFTER_SCORES = (
     *("attention_scores", "attention_probabilities", "attention_head_outputs", "attention_output"),
-    *("layer_mid", "mlp_neurons", "mlp_output", "layer_output", "layer_input"),
-    *("attention_queries", "attention_keys", "attention_values"),
+    *("layer_mid", "mlp_input", "mlp_neurons", "mlp_output", "layer_output", "layer_input"),
+    *("attention_input", "attention_queries", "attention_keys", "attention_values"),
     *("final_norm_output", "lm_head_output", "logits", "next_token_probs"),
 )
 
@@ -122,8 +122,9 @@ def test_an_engine_in_plain_torch_passes(everything: Any, label: str) -> None:
     assert subject["tests"]["passed"] > 90
     left_out = {name for name, one in subject["values"].items() if one["status"] != "served"}
     mixture = {name for name in subject["values"] if name.startswith("mlp.")}
-    assert left_out == mixture - {"mlp.mlp_output", "mlp.mlp_neurons"} | {
+    assert left_out == mixture - {"mlp.mlp_input", "mlp.mlp_output", "mlp.mlp_neurons"} | {
         "attention_mask",
+        "linear_attn.attention_input",
         "linear_attn.attention_output",
     }
     served = [one for one in subject["values"].values() if one["status"] == "served"]
@@ -189,7 +190,9 @@ def test_the_run_tells_what_is_wrong(everything: Any) -> None:
 def test_nothing_is_let_pass_in_silence(tmp_path: Path) -> None:
     """A test that is skipped, a line of no checkpoint, a checkpoint that no engine runs."""
     chosen = "test_lens or test_verify or test_known_entries or test_subjects or test_support"
-    ran = run(tmp_path, "careless", "--conformance-report", "report.json", "-k", chosen)
+    # In a process of pytest-xdist's, which hands its part to this one.
+    workers = ["-p", "xdist", "-n", "1"]
+    ran = run(tmp_path, "careless", *workers, "--conformance-report", "report.json", "-k", chosen)
     assert ran.code == 1, ran.told
     assert failed(ran, "llama-toy") == {"lens", "verify"}
     assert "a conformance test is not skipped" in ran.told

@@ -6,6 +6,7 @@ import platform
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ def _same_dtype(a: Any, b: Any) -> tuple[Any, Any]:
 
     def like(source: Any, dtype: Any) -> Any:
         if isinstance(source, Spec) and "dtype" not in source.options and dtype is not None:
-            return Spec(source.engine, source.checkpoint, {**source.options, "dtype": dtype})
+            return replace(source, options={**source.options, "dtype": dtype})
         return source
 
     return like(a, named(b)), like(b, named(a))
