@@ -14,7 +14,7 @@ from typing import Any
 
 REPORT = Path(__file__).with_name("conformance.json")
 
-NAMES = {"hf": "transformers", "hf-sdpa": "transformers, sdpa", "vllm": "vLLM"}
+NAMES = {"hf": "transformers", "hf-sdpa": "transformers with sdpa", "vllm": "vLLM"}
 """What the engines are called, by their label in the report."""
 
 COMMON = 0.5
@@ -125,12 +125,25 @@ def _keys(keys: Iterable[str]) -> str:
 
 def common() -> str:
     """What most families of an engine do not serve."""
-    lines = []
+    merged: dict[tuple[str, str], list[str]] = {}
     for engine, reasons in _common().items():
-        lines.append(f"\n**On {NAMES[engine]}**\n")
-        for reason, keys in sorted(reasons.items(), key=lambda one: sorted(one[1])):
-            lines.append(f"- {_keys(keys)}: {reason}.")
-    return "\n".join(lines) + "\n\n"
+        for reason, keys in reasons.items():
+            merged.setdefault((_keys(keys), reason), []).append(engine)
+    lines = [
+        f"- {_engines(engines)}: {keys}: {reason}."
+        for (keys, reason), engines in sorted(merged.items(), key=lambda one: -len(one[1]))
+    ]
+    return "\n" + "\n".join(lines) + "\n\n"
+
+
+def _engines(engines: Iterable[str], notes: Mapping[str, str] | None = None) -> str:
+    """Engines by name, with a note on some."""
+    named = {engine: (notes or {}).get(engine, "") for engine in engines}
+    if set(named) == set(NAMES) and not any(named.values()):
+        return "every engine"
+    if {"hf", "hf-sdpa"} <= set(named) and named["hf"] == named["hf-sdpa"]:
+        named.pop("hf-sdpa")
+    return " and ".join(NAMES[engine] + note for engine, note in named.items())
 
 
 def families(table: Callable[..., str]) -> str:
@@ -163,30 +176,40 @@ def _family(
             where = f"{_number(worst[0])} at `{worst[1]}`" if worst else "not measured"
             rows.append([NAMES[engine], f"`{subject['checkpoint']}`", str(served), where, faults])
     parts.append(table(["engine", "checkpoint", "values", "furthest off", "known faults"], rows))
-    told: dict[tuple[str, str], dict[str, set[str]]] = {}
-    for engine, subjects in engines.items():
-        for subject in subjects:
-            for reason, key in _reasons(subject):
-                if key not in _common()[engine].get(reason, set()):
-                    found = told.setdefault((reason, key), {})
-                    found.setdefault(engine, set()).add(subject["checkpoint"])
+    told = _told(engines)
     if told:
         parts.append("Unavailable, besides what holds [for most](#for-most-families):\n")
-        merged: dict[tuple[str, str], set[str]] = {}
-        for (reason, key), found in told.items():
-            where = ", ".join(
-                NAMES[engine]
-                if len(names) == len([s for s in engines[engine] if s["missing"] is None])
-                else f"{NAMES[engine]} ({', '.join(sorted(names))})"
-                for engine, names in found.items()
-            )
-            merged.setdefault((reason, where), set()).add(key)
-        parts += [
-            f"- {where}: {_keys(keys)}: {reason}." for (reason, where), keys in merged.items()
-        ]
+        parts += [f"- {line}" for line in told]
         parts.append("")
     parts.append(_matrix(engines, table))
     return "\n".join(parts)
+
+
+def _told(engines: Mapping[str, list[Subject]]) -> list[str]:
+    """What a family does not serve, where most do."""
+    found: dict[tuple[str, str], dict[str, set[str]]] = {}
+    for engine, subjects in engines.items():
+        for subject in subjects:
+            for reason, key in _reasons(subject):
+                if key in _common()[engine].get(reason, set()):
+                    continue
+                own = found.setdefault((_particular(reason, engine), key), {})
+                own.setdefault(engine, set()).add(subject["checkpoint"])
+    merged: dict[tuple[str, str], list[str]] = {}
+    for (reason, key), where in found.items():
+        notes = {}
+        for engine, names in where.items():
+            loaded = {one["checkpoint"] for one in engines[engine] if one["missing"] is None}
+            notes[engine] = "" if names == loaded else f" ({_keys(names)})"
+        merged.setdefault((_engines(where, notes), reason), []).append(key)
+    return [f"{where}: {_keys(keys)}: {reason}." for (where, reason), keys in merged.items()]
+
+
+def _particular(reason: str, engine: str) -> str:
+    """Of several reasons, of blocks that differ, those that most families do not give."""
+    for usual in _common()[engine]:
+        reason = reason.replace(f"{usual}; ", "").replace(f"; {usual}", "")
+    return reason
 
 
 def _matrix(engines: Mapping[str, list[Subject]], table: Callable[..., str]) -> str:

@@ -189,7 +189,7 @@ def faults() -> str:
 
 def _conformance(name: str) -> Callable[[], str]:
     def part() -> str:
-        module = _beside("conformance")
+        module = beside("conformance")
         made = getattr(module, name)
         found: str = made(table) if "table" in inspect.signature(made).parameters else made()
         return found
@@ -198,7 +198,7 @@ def _conformance(name: str) -> Callable[[], str]:
 
 
 @cache
-def _beside(name: str) -> Any:
+def beside(name: str) -> Any:
     """A module of this folder, which is in no package."""
     spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
     assert spec is not None
