@@ -155,6 +155,26 @@ def test_llama4_routing(open_model):
     assert_close(logits, _edited(oracle, key, torch.neg), BOUND, "with weights below 0")
 
 
+@pytest.mark.parametrize(
+    ("name", "setting", "value"),
+    [
+        ("olmoe", "norm_topk_prob", True),
+        ("olmoe", "clip_qkv", 1.0),
+        ("granitemoe", "attention_bias", True),
+        ("phimoe", "router_jitter_noise", 0.2),
+        ("deepseek_v3", "rope_interleave", False),
+    ],
+)
+def test_settings_that_vllm_leaves_out(name, setting, value):
+    """A checkpoint that vLLM computes as if it were another one is refused, with the setting."""
+    from nnterp.vllm import StandardizedVLLM
+
+    recipe = RECIPES[name]
+    changed = replace(recipe, name=f"{name}_{setting}", config={**recipe.config, setting: value})
+    with pytest.raises(ValueError, match=rf"{setting}={value}.*engine='hf'"):
+        StandardizedVLLM(str(build(changed)), dtype="float32")
+
+
 INTERIOR = (
     *("attention_queries", "attention_keys", "attention_values"),
     *("attention_scores", "attention_probabilities", "attention_head_outputs"),

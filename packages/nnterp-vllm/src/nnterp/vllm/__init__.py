@@ -28,3 +28,4 @@ from ._conventions import backend as backend
 from ._conventions import declare as declare
 from ._conventions import rotated as rotated
 from ._model import StandardizedVLLM as StandardizedVLLM
+from ._settings import only as only

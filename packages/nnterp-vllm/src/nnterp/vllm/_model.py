@@ -9,6 +9,8 @@ import os
 import weakref
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
+from importlib.util import find_spec
+from importlib.util import find_spec
 from typing import Any, ClassVar
 from unittest import mock
 from weakref import WeakSet
@@ -65,6 +67,13 @@ _REFUSED: dict[str, str] = {
     "quantization": "no value was measured on quantised weights in vLLM; load plain ones",
 }
 
+
+_PACKING = (
+    "vllm.model_executor.layers.fused_moe.experts.cpu_moe",
+    # Before 0.28.
+    "vllm.model_executor.layers.fused_moe.cpu_fused_moe",
+)
+"""Where vLLM's CPU kernels pack the weights of experts."""
 
 _ONE_ADAPTER = "vLLM's CPU kernels apply one request's adapter to every request of a step"
 
@@ -233,10 +242,10 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
         )
         try:
             self._refuse_quantised(self.config)
+            if family is None:
+                self._check_blocks()
             if (check := getattr(self.family, "check", None)) is not None:
                 check(self)
-            elif family is None:
-                self._check_blocks()
         except BaseException:
             self.close()
             raise
@@ -325,11 +334,12 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
         with contextlib.ExitStack() as stack:
             stack.enter_context(mock.patch("torch.cuda.get_device_capability", return_value=(8, 0)))
             stack.enter_context(mock.patch("torch.accelerator.empty_cache", return_value=None))
-            # The CPU kernels' packed form of the experts' weights has no meta implementation;
-            # before 0.28 there is none.
-            packed = "vllm.model_executor.layers.fused_moe.experts.cpu_moe.cpu_prepack_moe_weight"
+            # The CPU kernels' packed form of the experts' weights has no meta implementation.
             unpacked = mock.Mock(side_effect=lambda weight, isa: weight)
-            stack.enter_context(mock.patch(packed, unpacked, create=True))
+            for module in _PACKING:
+                if find_spec(module) is not None:
+                    name = f"{module}.cpu_prepack_moe_weight"
+                    stack.enter_context(mock.patch(name, unpacked, create=True))
             yield
 
     def _load_meta(self, repo_id: str, **kwargs: Any) -> Module:

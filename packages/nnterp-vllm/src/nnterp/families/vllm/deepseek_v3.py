@@ -14,7 +14,15 @@ from vllm.model_executor.models.deepseek_v2 import (
 
 from nnterp.core.architectures import DEEPSEEK_V3 as ARCHITECTURE
 from nnterp.families.vllm import deepseek_v2
-from nnterp.vllm import ExpandedAttention, FusedLayer, LatentAttention, Rotary, declare, rotated
+from nnterp.vllm import (
+    ExpandedAttention,
+    FusedLayer,
+    LatentAttention,
+    Rotary,
+    declare,
+    only,
+    rotated,
+)
 
 _ROTARY = Rotary(lambda host: host.config.qk_rope_head_dim, halves=True)
 RENAME, ENVOYS = declare(
@@ -37,9 +45,4 @@ def check(model: Any) -> None:
         ValueError: the checkpoint's channels turn in halves, or as for DeepSeek-V2.
     """
     deepseek_v2.check(model)
-    if not getattr(model.text_config, "rope_interleave", True):
-        raise ValueError(
-            f"vLLM turns the channels of {model.model_name} in pairs, and this checkpoint's turn "
-            f"in halves (rope_interleave=False), so no value would be the checkpoint's own; load "
-            f"it with engine='hf'"
-        )
+    only(model, rope_interleave=True)

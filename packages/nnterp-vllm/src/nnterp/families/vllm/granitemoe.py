@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from vllm.model_executor.models.granitemoe import (
     GraniteMoeAttention,
     GraniteMoeDecoderLayer,
@@ -9,7 +11,7 @@ from vllm.model_executor.models.granitemoe import (
 )
 
 from nnterp.core.architectures import GRANITEMOE as ARCHITECTURE
-from nnterp.vllm import PlainLayer, declare
+from nnterp.vllm import PlainLayer, declare, only
 
 RENAME, ENVOYS = declare(
     ARCHITECTURE,
@@ -18,3 +20,12 @@ RENAME, ENVOYS = declare(
     attention=GraniteMoeAttention,
     mixture=GraniteMoeMoE,
 )
+
+
+def check(model: Any) -> None:
+    """Refuse what vLLM leaves out.
+
+    Raises:
+        ValueError: the checkpoint's attention has biases.
+    """
+    only(model, attention_bias=False)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from vllm.model_executor.models.phimoe import PhiMoE, PhiMoEAttention, PhiMoEDecoderLayer
 
 from nnterp.core.architectures import PHIMOE
-from nnterp.vllm import PlainLayer, declare
+from nnterp.vllm import PlainLayer, declare, only
 
 ARCHITECTURE = replace(PHIMOE, mlp="block_sparse_moe")
 RENAME, ENVOYS = declare(
@@ -17,3 +18,12 @@ RENAME, ENVOYS = declare(
     attention=PhiMoEAttention,
     mixture=PhiMoE,
 )
+
+
+def check(model: Any) -> None:
+    """Refuse what vLLM leaves out.
+
+    Raises:
+        ValueError: the checkpoint's router chooses among other experts than those within 0.01.
+    """
+    only(model, router_jitter_noise=0.01)

@@ -1,0 +1,26 @@
+"""What vLLM takes for granted of an architecture, whatever a checkpoint's config says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def only(model: Any, **settings: Any) -> None:
+    """Refuse a checkpoint with another setting than the one that vLLM computes with.
+
+    Args:
+        model: the model.
+        **settings: fields of the text config, and what vLLM takes them for.
+
+    Raises:
+        ValueError: the checkpoint has another; the message names it.
+    """
+    config = model.text_config
+    for name, taken in settings.items():
+        given = getattr(config, name, taken)
+        if (given or None) != (taken or None):
+            raise ValueError(
+                f"this checkpoint has {name}={given!r}, and vLLM computes {model.model_name} as if "
+                f"it were {taken!r}, so no value would be the checkpoint's own; load it with "
+                f"engine='hf'"
+            )
