@@ -74,9 +74,7 @@ class Attention(tracing.Attention, StandardAttention):
 class Mlp(tracing.Mlp, StandardMlp):
     """A dense feed-forward."""
 
-    mlp_input: layouts.Residual = value(
-        lambda host: Site(reading(host), Argument(0) | _rows(host))
-    )
+    mlp_input: layouts.Residual = value(lambda host: Site(reading(host), Argument(0) | _rows(host)))
     mlp_output: layouts.Residual = value(
         lambda host: Site(
             beside(lambda h: h.facts.mlp_adds, "output"), multiplied(host, First() | _rows(host))

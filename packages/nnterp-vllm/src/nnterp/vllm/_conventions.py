@@ -217,9 +217,7 @@ class Attention(tracing.Attention, StandardAttention):
 class Mlp(tracing.Mlp, StandardMlp):
     """A dense feed-forward."""
 
-    mlp_input: layouts.Residual = value(
-        lambda host: Site(reading(host), Argument(0) | Batched())
-    )
+    mlp_input: layouts.Residual = value(lambda host: Site(reading(host), Argument(0) | Batched()))
     mlp_output: layouts.Residual = value(
         lambda host: (
             _summed_later(host)
@@ -567,9 +565,7 @@ class BackendAttention(Attention):
 class BackendMlp(Mlp):
     """A feed-forward of transformers'."""
 
-    mlp_input: layouts.Residual = value(
-        _on_backend(lambda host: Site(reading(host), Argument(0)))
-    )
+    mlp_input: layouts.Residual = value(_on_backend(lambda host: Site(reading(host), Argument(0))))
     mlp_output: layouts.Residual = value(
         _on_backend(
             lambda host: Site(
