@@ -187,6 +187,18 @@ def faults() -> str:
     )
 
 
+@cache
+def refused() -> str:
+    """The options that the engine on vLLM refuses, from its source: importing it takes vLLM."""
+    source = SOURCES[2] / "nnterp" / "vllm" / "_model.py"
+    options = next(
+        ast.literal_eval(node.value)
+        for node in ast.parse(source.read_text()).body
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "_REFUSED"
+    )
+    return table(["option", "why"], [[f"`{name}=`", why] for name, why in options.items()])
+
+
 def _conformance(name: str) -> Callable[[], str]:
     def part() -> str:
         module = beside("conformance")
@@ -378,6 +390,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "sizes": sizes,
     "families": families,
     "faults": faults,
+    "refused": refused,
     **{
         f"conformance-{name}": _conformance(name)
         for name in ("versions", "summary", "common", "families")
