@@ -72,16 +72,20 @@ class Run:
         self.forward = self.model.forward(ids, self.cache)
         self.logits: Tensor | None = None
         self._given: Any = None
-        self._version = 0
+        self._computed: list[tuple[str, Tensor, int]] = []
         self.key, self.value = next(self.forward)
 
     def read(self, key: str) -> Any:
+        if key == "next_token_probs":
+            # It is nowhere in the forward, which stays at what it is computed from.
+            probs = plain(self.read("logits"))[:, -1].softmax(-1).as_subclass(Value)
+            self._computed.append((key, probs, probs._version))
+            return probs
         self._run_to(key)
         if not isinstance(self.value, Tensor):
             return self.value
         if self._given is None:
             self._given = self.value.clone().as_subclass(Value)
-            self._version = self._given._version
         return self._given
 
     def write(self, key: str, new: Any) -> None:
@@ -100,9 +104,9 @@ class Run:
 
     def _go_on(self) -> None:
         given, self._given = self._given, None
-        changed = given is not None and given._version != self._version
-        if changed and not VOCABULARY[self.key.rsplit(".", 1)[-1]].writable:
-            raise Unavailable(f"{self.key} is read-only")
+        for key, value, version in self._computed:
+            if value._version != version:
+                raise Unavailable(f"{key} is read-only")
         self.passed.add(self.key)
         try:
             self.key, self.value = self.forward.send(self.value if given is None else plain(given))
@@ -280,7 +284,6 @@ class ToyModel(Host):
         normed = yield "final_norm_output", self.norm(stream)
         logits = yield "lm_head_output", self.lm_head(normed)
         logits = yield "logits", logits
-        yield "next_token_probs", logits[:, -1].softmax(-1)
         return logits
 
     def _attention(

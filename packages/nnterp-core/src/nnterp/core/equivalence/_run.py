@@ -209,7 +209,7 @@ def _run(model: Any, source: Any, plan: Plan, folder: Path) -> Run:
     plan.continuations = plan.continuations or continuations
     return Run(
         side=_side(model, source),
-        config=model.config.get_text_config(),
+        config=_text_config(model.config),
         folder=folder,
         order=order,
         measured=measured,
@@ -232,9 +232,16 @@ def _stored(values: Mapping[str, Any]) -> dict[str, Tensor]:
     """The values as they are kept: float32 or int64, experts by their index."""
     found = {}
     for key, value in values.items():
-        tensor = torch.as_tensor(value).detach().cpu()
+        # Plain, whatever class an engine gives its values.
+        tensor = torch.as_tensor(value).detach().cpu().as_subclass(Tensor)
         found[key] = tensor.float() if tensor.is_floating_point() else tensor.long()
     return by_expert(found)
+
+
+def _text_config(config: Any) -> Any:
+    """The text model's part of transformers' config; another engine's own has none apart."""
+    apart = getattr(config, "get_text_config", None)
+    return config if apart is None else apart()
 
 
 def _side(model: Any, source: Any) -> Side:
@@ -244,7 +251,7 @@ def _side(model: Any, source: Any) -> Side:
         engine=model.engine,
         checkpoint=str(source.checkpoint if named else getattr(config, "_name_or_path", "")),
         options=_as_text(source.options) if named else {},
-        model_type=config.get_text_config().model_type,
+        model_type=_text_config(config).model_type,
         implementation=type(getattr(model, "_module", model)).__name__,
         dtype=str(model.dtype).removeprefix("torch."),
         device=str(getattr(model, "device_type", None) or getattr(model, "device", "unknown")),
