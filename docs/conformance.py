@@ -96,7 +96,7 @@ def _common() -> dict[str, dict[str, set[str]]]:
         if subject["missing"] is not None:
             continue
         totals[subject["engine"]] += 1
-        counts[subject["engine"]].update(dict.fromkeys(_reasons(subject)))
+        counts[subject["engine"]].update(list(dict.fromkeys(_reasons(subject))))
     return {
         engine: _grouped(pair for pair, n in found.items() if n > COMMON * totals[engine])
         for engine, found in counts.items()
