@@ -157,25 +157,30 @@ def _family(
     model_type: str, engines: Mapping[str, list[Subject]], table: Callable[..., str]
 ) -> str:
     parts = [f"### `{model_type}` {{ #{model_type} }}\n"]
-    rows = []
+    rows, known = [], []
     for engine, subjects in engines.items():
         for subject in subjects:
+            named = f"`{subject['checkpoint']}`"
             if subject["missing"] is not None:
+                rows.append([NAMES[engine], named, "none", "cannot be loaded"])
                 missing = subject["missing"]
-                why = f"{missing['cause']} ({missing['version']})"
-                named = f"`{subject['checkpoint']}`"
-                rows.append([NAMES[engine], named, "cannot be loaded", "", why])
+                known.append(
+                    f"- {NAMES[engine]} ({named}): cannot be loaded: {missing['cause']} "
+                    f"(`{missing['version']}`)."
+                )
                 continue
             worst = _worst([subject])
             served = sum(value["status"] != "unavailable" for value in subject["values"].values())
-            faults = "; ".join(
-                f"{fault['cause']} ({fault['version']}; first at `{fault['value']}`, off by "
-                f"{_number(fault['size'])})"
-                for fault in subject["faults"]
-            )
             where = f"{_number(worst[0])} at `{worst[1]}`" if worst else "not measured"
-            rows.append([NAMES[engine], f"`{subject['checkpoint']}`", str(served), where, faults])
-    parts.append(table(["engine", "checkpoint", "values", "furthest off", "known faults"], rows))
+            rows.append([NAMES[engine], named, str(served), where])
+            known += [
+                f"- {NAMES[engine]} ({named}): {fault['cause']} (`{fault['version']}`); it shows "
+                f"first at `{fault['value']}`, which is off by {_number(fault['size'])}."
+                for fault in subject["faults"]
+            ]
+    parts.append(table(["engine", "checkpoint", "values", "furthest off"], rows))
+    if known:
+        parts += ["Known faults:\n", *known, ""]
     told = _told(engines)
     if told:
         parts.append("Unavailable, besides what holds [for most](#for-most-families):\n")
