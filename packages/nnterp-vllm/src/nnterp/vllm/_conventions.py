@@ -9,11 +9,13 @@ block carries the stream whole.
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import Module
+from vllm.platforms import current_platform
 
 from nnterp.core import _layouts as layouts
 from nnterp.core import tracing
@@ -387,6 +389,11 @@ _REBALANCED = (
     "under expert-parallel load balancing vLLM's router gives the places of copies of the "
     "experts; load without enable_eplb"
 )
+_ROUTING_KERNEL = "vllm.model_executor.layers.fused_moe.cpu_fused_moe"
+_INSIDE = (
+    "this vLLM release's kernel for experts on the CPU routes inside itself; read router_logits, "
+    "or use vLLM 0.32"
+)
 _SUMMED = "self_apply_routed_output_transform_0"
 
 
@@ -415,6 +422,8 @@ def _routed(part: int) -> Callable[[Any], Site | str]:
     def resolve(host: Any) -> Site | str:
         if host.get("experts")._module.router.eplb_state is not None:
             return _REBALANCED
+        if current_platform.is_cpu() and find_spec(_ROUTING_KERNEL) is not None:
+            return _INSIDE
         return Site(under(host.routing, "output"), Derived(get, _ROUTED), prepare=_opened)
 
     return resolve

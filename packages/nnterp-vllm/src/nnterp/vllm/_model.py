@@ -10,7 +10,6 @@ import weakref
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from importlib.util import find_spec
-from importlib.util import find_spec
 from typing import Any, ClassVar
 from unittest import mock
 from weakref import WeakSet
