@@ -8,6 +8,7 @@ block carries the stream whole.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any, ClassVar
@@ -587,11 +588,22 @@ class BackendMlp(Mlp):
     )
 
 
-def backend(architecture: Architecture) -> tuple[dict[Any, Any], dict[Any, Any]]:
+_MODELS = "vllm.model_executor.models"
+
+
+def backend(
+    architecture: Architecture, convention: type[tracing.Layer] | None = None, **native: str
+) -> tuple[dict[Any, Any], dict[Any, Any]]:
     """``RENAME`` and ``ENVOYS`` of any architecture on vLLM's Transformers backend.
 
     The backend holds transformers' own modules under ``model``, whatever they are under in
     the checkpoint.
+
+    Args:
+        architecture: its facts.
+        convention: how vLLM's own implementation calls its blocks, where releases have one.
+        **native: that implementation's classes for :func:`declare`, by their names under
+            vLLM's models: ``mlp="arcee.ArceeMLP"``. A release without them has the backend.
     """
 
     def path(name: str) -> str:
@@ -604,12 +616,26 @@ def backend(architecture: Architecture) -> tuple[dict[Any, Any], dict[Any, Any]]
     }
     blocks = f"{path(architecture.layers)}.*"
     for name in ("self_attn", "mlp"):
-        native = getattr(architecture, name)
-        if native not in (None, name):
-            rename[native] = name
+        spelt = getattr(architecture, name)
+        if spelt not in (None, name):
+            rename[spelt] = name
     envoys: dict[Any, Any] = {
         blocks: bound(BackendLayer, architecture),
         f"{blocks}.{architecture.self_attn}": bound(BackendAttention, architecture),
         f"{blocks}.{architecture.mlp}": bound(BackendMlp, architecture),
     }
-    return rename, envoys
+    if convention is None:
+        return rename, envoys
+    try:
+        classes = {role: _native(name) for role, name in native.items()}
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith(_MODELS):
+            raise
+        return rename, envoys
+    own_rename, own_envoys = declare(architecture, convention, **classes)
+    return rename | own_rename, envoys | own_envoys
+
+
+def _native(name: str) -> Any:
+    module, _, cls = name.rpartition(".")
+    return getattr(importlib.import_module(f"{_MODELS}.{module}"), cls)

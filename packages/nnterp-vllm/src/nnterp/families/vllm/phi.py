@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 from nnterp.core.architectures import PHI as ARCHITECTURE
-from nnterp.vllm import PlainLayer, backend, declare
+from nnterp.vllm import PlainLayer, backend
 
-RENAME, ENVOYS = backend(ARCHITECTURE)
-try:
-    from vllm.model_executor.models.phi import PhiAttention, PhiLayer, PhiMLP
-except ModuleNotFoundError:
-    pass  # the newer releases have none of their own
-else:
-    ENVOYS |= declare(ARCHITECTURE, PlainLayer, layer=PhiLayer, attention=PhiAttention, mlp=PhiMLP)[
-        1
-    ]
+RENAME, ENVOYS = backend(
+    ARCHITECTURE, PlainLayer, layer="phi.PhiLayer", attention="phi.PhiAttention", mlp="phi.PhiMLP"
+)
