@@ -109,10 +109,11 @@ def commands(page: str) -> list[tuple[str, str]]:
 
 
 def matches(found: str, said: str) -> bool:
-    """Whether ``found`` is what is said; a line ``...`` stands for any lines."""
-    lines = [line.strip() for line in said.strip().splitlines()]
+    """Whether ``found`` is what is said: a line ``...`` stands for any lines, a number for any
+    number, and what follows on a line is not said."""
+    lines = [re.sub(r"\d+", r"\\d+", re.escape(line.strip())) for line in said.strip().splitlines()]
     pattern = "".join(
-        r"(?:.*\n)*?" if line == "..." else rf"\s*{re.escape(line)}.*\n" for line in lines
+        r"(?:.*\n)*?" if line == re.escape("...") else rf"\s*{line}.*\n" for line in lines
     )
     return re.fullmatch(pattern, found.strip() + "\n") is not None
 
