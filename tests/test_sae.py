@@ -1,4 +1,4 @@
-"""The example that splices a sparse autoencoder into a value: what it prints, and that it is right."""
+"""The example that splices a sparse autoencoder into a value: what it prints, and what it does."""
 
 from __future__ import annotations
 

@@ -65,7 +65,9 @@ def shown(tokenizer, prompt, positions):
 
 
 @pytest.mark.parametrize("name", ["plain", "adding", "trimming"])
-@pytest.mark.parametrize("substring", ["sea", "the sea", " by", "by", "é", "東", "東京", ", 東", "."])
+@pytest.mark.parametrize(
+    "substring", ["sea", "the sea", " by", "by", "é", "東", "東京", ", 東", "."]
+)
 def test_the_tokens_hold_the_substring_and_lose_it_without_the_first_or_last(
     request, name, substring
 ):
