@@ -229,21 +229,19 @@ def attributes(documented: type[Any]) -> Iterator[tuple[list[str], str]]:
 
 
 def _default(found: Any) -> str:
-    default = found.default if found.default is not MISSING else None
-    if found.default is MISSING and found.default_factory is not MISSING:
-        return "the default `" + type(found.default_factory()).__name__ + "`"
-    if found.default is MISSING:
-        return "has none"
-    if isinstance(default, (str, bool)) or default is None or default == ():
+    default = found.default
+    if default is MISSING and found.default_factory is MISSING:
+        return "must be said"
+    if default is MISSING:
+        default = found.default_factory()
+    if default is None or isinstance(default, (str, bool, int, float, tuple, dict, frozenset)):
         return f"`{default!r}`"
-    if callable(default):
-        return "by the config"
-    if isinstance(default, tuple):
-        return f"`{default!r}`"
-    return f"`{type(default).__name__}()`"
+    return "by the config" if callable(default) else f"`{type(default).__name__}()`"
 
 
-def _facts(name: str, module: str = "nnterp.core.architectures") -> Callable[[], str]:
+def _facts(
+    name: str, module: str = "nnterp.core.architectures", head: str = "fact"
+) -> Callable[[], str]:
     def facts() -> str:
         import importlib
 
@@ -255,7 +253,7 @@ def _facts(name: str, module: str = "nnterp.core.architectures") -> Callable[[],
             shown = defaults[:1] if len(set(defaults)) == 1 else defaults
             rows.append([codes(names), ", ".join(shown), words.rstrip(".")])
         assert not by_name, f"{name} does not document {', '.join(by_name)}"
-        return table(["fact", "if not said", "what it says"], rows)
+        return table([head, "if not said", "what it says"], rows)
 
     return facts
 
@@ -398,8 +396,9 @@ PARTS: dict[str, Callable[[], str]] = {
     "architecture": _facts("Architecture"),
     "attention": _facts("Attention"),
     "mixture": _facts("Mixture"),
-    "reference": _facts("Reference", "nnterp.core.testing.checkpoints"),
-    "mixture-reference": _facts("MixtureReference", "nnterp.core.testing.checkpoints"),
+    "recipe": _facts("Recipe", "nnterp.core.testing.checkpoints", "field"),
+    "reference": _facts("Reference", "nnterp.core.testing.checkpoints", "field"),
+    "mixture-reference": _facts("MixtureReference", "nnterp.core.testing.checkpoints", "field"),
     "rows": rows,
     "promises": promises,
     "adapter": adapter,

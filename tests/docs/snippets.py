@@ -212,6 +212,11 @@ def called(command: str) -> list[object]:
 
 
 if __name__ == "__main__":
+    # The engine in this process, quiet, and nothing fetched.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("NNTERP_CACHE", str(DOCS.parent / ".cache" / "nnterp"))
     output, *pages = sys.argv[1:]
     if output == "--write":
         for page in map(Path, pages):

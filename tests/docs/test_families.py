@@ -58,7 +58,11 @@ def test_every_known_fault_is_in_the_report() -> None:
     shown = {fault["name"] for one in report()["subjects"].values() for fault in one["faults"]}
     tested = {fault.name for fault in shipped().faults if fault.shown and fault.device != "cuda"}
     assert shown == tested, AGAIN
-    missing = {(one["checkpoint"], one["engine"]) for one in report()["subjects"].values() if one["missing"]}
+    missing = {
+        (one["checkpoint"], one["engine"])
+        for one in report()["subjects"].values()
+        if one["missing"]
+    }
     assert missing == {(one.checkpoint, one.engine) for one in shipped().missing}, AGAIN
 
 

@@ -4,7 +4,6 @@ library's own, and every name in a table is one."""
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -36,16 +35,8 @@ def _key(name: str, engine: str | None) -> str:
 def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What every page printed, all of them run in one process."""
     output = tmp_path_factory.mktemp("docs") / "ran.json"
-    environment = {
-        "NNTERP_CACHE": str(DOCS.parent / ".cache" / "nnterp"),
-        **os.environ,
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    }
     done = subprocess.run(
         [sys.executable, str(SCRIPT), str(output), *(_key(*run) for run in ORDER)],
-        env=environment,
         capture_output=True,
         text=True,
         timeout=900,
@@ -61,7 +52,7 @@ def test_every_block_prints_what_is_said(ran: Any, name: str, engine: str | None
     result = ran[_key(name, engine)]
     assert result["error"] is None, result["error"]
     said = [block.said or "" for block in scripts(RUN[name])]
-    assert result["outputs"] == said, "run: hatch run python tests/docs/snippets.py --write PAGE"
+    assert result["outputs"] == said, "run: hatch run outputs PAGE"
     for (command, expected), (code, printed) in zip(
         commands(RUN[name]), result["commands"], strict=True
     ):
