@@ -8,7 +8,19 @@ from pathlib import Path
 
 import pytest
 
+from nnterp.core import VOCABULARY
+from nnterp.core._vocabulary import MIXTURE
+
 IDS = [[5, 17, 250, 9, 33], [7, 100, 8, 299, 41, 60, 13, 77, 201, 4, 55, 66, 120]]
+
+
+def shared_by_both(layers: int) -> int:
+    """How many values of a dense model both engines serve."""
+    terms = VOCABULARY.values()
+    of_model = [term for term in terms if "model" in term.hosts]
+    of_block = [term for term in terms if term not in of_model and term.name not in MIXTURE]
+    # vLLM has neither a mask nor the projection apart from the logits.
+    return len(of_model) - 2 + layers * len(of_block)
 
 
 @pytest.fixture(autouse=True, scope="module")
