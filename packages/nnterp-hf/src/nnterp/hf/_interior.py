@@ -187,7 +187,8 @@ class StepTokens(Lens):
 
 class _CallQueries(Lens):
     def get(self, raw: Any, host: Any) -> Tensor:
-        return Argument(host.call.first).get(raw, host)
+        queries: Tensor = Argument(host.call.first).get(raw, host)
+        return queries
 
     def put(self, raw: Any, new: Tensor, host: Any) -> Any:
         return Argument(host.call.first).put(raw, new, host)
@@ -331,7 +332,7 @@ class _Merged(Lens):
     """Heads one after the other, ``[batch, seq, heads * width]``, apart."""
 
     def get(self, raw: Tensor, host: Any) -> Tensor:
-        return raw.unflatten(-1, (host.num_heads, -1))
+        return raw.view(*raw.shape[:-1], host.num_heads, -1)
 
     def put(self, raw: Tensor, new: Tensor, host: Any) -> Tensor:
         return new.flatten(-2)

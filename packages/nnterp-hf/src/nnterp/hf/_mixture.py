@@ -200,7 +200,7 @@ def _apart(interleaver: Any, at: str, rows: Tensor, top_k: int, order: list[Tens
     found = rows
     if order:
         found = torch.empty_like(rows).index_copy(0, order[0], rows)
-    found = found.unflatten(0, (-1, top_k))
+    found = found.view(-1, top_k, *found.shape[1:])
     new: Tensor = interleaver.handle(at, found)
     if new is found:
         return rows

@@ -148,7 +148,7 @@ def _mask(host: Any) -> Site | str:
 
 def _ones(kwargs: dict[str, Any]) -> Tensor:
     """The mask that a generation without padding leaves out."""
-    ids = kwargs["input_ids"]
+    ids: Tensor = kwargs["input_ids"]
     # Since 5.24 transformers calls it cache.
     cache = kwargs.get("cache", kwargs.get("past_key_values"))
     past = 0 if cache is None else int(cache.get_seq_length())
@@ -186,7 +186,7 @@ def _own_size(raw: Any, host: Any) -> tuple[int, int]:
 def _several(prompt: Any) -> bool:
     """Whether it is written as a list of prompts, be it of one."""
     if isinstance(prompt, Tensor) or hasattr(prompt, "__array__"):
-        return prompt.ndim > 1
+        return bool(prompt.ndim > 1)
     return (
         isinstance(prompt, (list, tuple))
         and len(prompt) > 0
@@ -249,6 +249,7 @@ class StandardizedTransformer(Standardized, TransformersModel, StandardModel):
     """
 
     engine = "hf"
+    tokenizer: Any
     _batcher_class = RowBatcher
 
     def __init__(
@@ -376,7 +377,8 @@ class StandardizedTransformer(Standardized, TransformersModel, StandardModel):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the weights."""
-        return next(self._module.parameters()).dtype
+        first: Tensor = next(self._module.parameters())
+        return first.dtype
 
     # -- rows ------------------------------------------------------------------
 
@@ -474,7 +476,8 @@ class StandardizedTransformer(Standardized, TransformersModel, StandardModel):
         """nnsight's trace: one forward, with what it reads and writes in the block."""
         self._refuse_nested()
         kwargs.setdefault("tracer_cls", ListingTracer)
-        return super().trace(*inputs, **kwargs)
+        nnsights: Any = super()
+        return nnsights.trace(*inputs, **kwargs)
 
     def scan(self, *inputs: Any, fn: Any = None, backend: Any = None, **kwargs: Any) -> Any:
         """nnsight's scan: the shapes of a forward, without its weights."""
@@ -618,11 +621,11 @@ class StandardizedTransformer(Standardized, TransformersModel, StandardModel):
     def _project(self, hidden: Tensor) -> Tensor:
         if not self.dispatched:
             self.dispatch()
-        projected = self.lm_head(self._normed(hidden))
+        logits: Tensor = self.lm_head(self._normed(hidden))
         facts = self.architecture
-        if facts is None or facts.logits is None:
-            return projected
-        return facts.logits(self.text_config, projected)
+        if facts is not None and facts.logits is not None:
+            logits = facts.logits(self.text_config, logits)
+        return logits
 
 
 def prepared(host: Any, keys: list[str]) -> dict[str, str]:

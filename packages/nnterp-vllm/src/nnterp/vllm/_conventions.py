@@ -141,12 +141,14 @@ _OUTPUTS: Lens = Heads(lambda host: _kernel(host).num_heads, inside=True)
 def _queries(host: Any) -> Lens:
     # vLLM's kernel scales; where the architecture's queries come scaled, they are seen so.
     seen = _QUERIES | Scaled(_scale) if host.facts.attention.scaled_queries else _QUERIES
-    return seen | host.channels
+    channels: Lens = host.channels
+    return seen | channels
 
 
 def _keys(host: Any) -> Lens:
     keys: Lens = host.kernel_keys
-    return keys | host.channels
+    channels: Lens = host.channels
+    return keys | channels
 
 
 def _scores(raw: Any, host: Any) -> Tensor:
@@ -612,8 +614,9 @@ def backend(
     rename = {
         path(architecture.embed_tokens): "embed_tokens",
         path(architecture.layers): "layers",
-        path(architecture.norm): "norm",
     }
+    if architecture.norm is not None:
+        rename[path(architecture.norm)] = "norm"
     blocks = f"{path(architecture.layers)}.*"
     for name in ("self_attn", "mlp"):
         spelt = getattr(architecture, name)

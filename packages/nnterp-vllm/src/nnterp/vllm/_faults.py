@@ -35,9 +35,10 @@ def pickled(exception: BaseException) -> bytes | None:
         exception = OutOfOrder(str(exception))
     state = {k: v for k, v in vars(exception).items() if k != "__intervention_tb__"}
     try:
-        return cloudpickle.dumps((type(exception), exception.args, state))
+        packed: bytes = cloudpickle.dumps((type(exception), exception.args, state))
     except Exception:
         return None
+    return packed
 
 
 def rebuilt(error: dict[str, Any]) -> BaseException:
@@ -45,7 +46,7 @@ def rebuilt(error: dict[str, Any]) -> BaseException:
     if error.get("pickled"):
         try:
             kind, args, state = cloudpickle.loads(error["pickled"])
-            exception = kind.__new__(kind, *args)
+            exception: BaseException = kind.__new__(kind, *args)
             exception.args = args
             exception.__dict__.update(state)
             # What is no Exception, a SystemExit say, would end the caller's other requests too;
@@ -54,12 +55,12 @@ def rebuilt(error: dict[str, Any]) -> BaseException:
                 return exception
         except Exception:
             pass  # a class that only the engine's process can make: its name and text remain
-    kind = _BY_NAME.get(error.get("type_name", ""), RuntimeError)
+    named = _BY_NAME.get(error.get("type_name", ""), RuntimeError)
     message = error.get("message", "")
-    if kind is RuntimeError and error.get("type_name") != "RuntimeError":
+    if named is RuntimeError and error.get("type_name") != "RuntimeError":
         message = f"{error.get('type_name')}: {message}"
     try:
-        return kind(message)
+        return named(message)
     except TypeError:
         return RuntimeError(f"{error.get('type_name')}: {message}")
 

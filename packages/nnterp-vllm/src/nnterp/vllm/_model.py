@@ -177,6 +177,7 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
     """
 
     engine = "vllm"
+    vllm_entrypoint: Any
     _in_process: ClassVar[WeakSet[StandardizedVLLM]] = WeakSet()
 
     def __init__(
@@ -491,7 +492,8 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the weights."""
-        return next(self._module.parameters()).dtype
+        first: Tensor = next(self._module.parameters())
+        return first.dtype
 
     @property
     def device_type(self) -> str:
@@ -649,7 +651,8 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
         streams = self._async_engine and not kwargs.get("remote")
         if streams and kwargs.get("backend") is None:
             kwargs["backend"] = StreamBackend(self)
-        return super().trace(*inputs, **kwargs)
+        nnsights: Any = super()
+        return nnsights.trace(*inputs, **kwargs)
 
     def _generate(self, *inputs: Any, **kwargs: Any) -> Any:
         if self.closed:
@@ -728,7 +731,8 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
             logits = self._module.compute_logits(normed)
         finally:
             interleaver.interleaving = kept
-        return logits.reshape(*hidden.shape[:-1], -1)
+        found: Tensor = logits.reshape(*hidden.shape[:-1], -1)
+        return found
 
     def order(self, layer: int | None = None) -> dict[str, int]:
         """Not supported on the vllm engine.

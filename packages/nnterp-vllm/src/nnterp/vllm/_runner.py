@@ -216,9 +216,9 @@ class StandardRequests(Requests):
             kind = type(mediator.exception).__name__
             mediator.exception = RuntimeError(f"the block raised {kind}, which has no text")
             super().record(mediator)
-        error = getattr(mediator, "nnsight_error", None)
-        if error and mediator.exception is not None and "pickled" not in error:
-            error["pickled"] = _faults.pickled(mediator.exception)
+        found = getattr(mediator, "nnsight_error", None)
+        if found and mediator.exception is not None and "pickled" not in found:
+            found["pickled"] = _faults.pickled(mediator.exception)
 
     def make_ready(self, request: Any) -> None:
         """Make what a request's blocks saved ready to leave the engine."""
@@ -228,7 +228,7 @@ class StandardRequests(Requests):
     def _make_ready(self, mediator: Any) -> None:
         """On the CPU, since the caller's process may have no device, and without what does not
         arrive, which is the block's error."""
-        saved = getattr(mediator, "nnsight_saved", set())
+        saved: set[str] = getattr(mediator, "nnsight_saved", set())
         for name in sorted(saved & set(mediator.lcls)):
             value = mediator.lcls[name]
             if current_platform.is_cuda_alike():

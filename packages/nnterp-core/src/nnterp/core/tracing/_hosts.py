@@ -247,6 +247,13 @@ class Mlp(Sublayer):
     mlp_input: layouts.Residual = unavailable("its family does not say where it is")
     mlp_output: layouts.Residual = unavailable("its family does not say where it is")
     mlp_neurons: layouts.Neurons = unavailable("its family does not say where it is")
+    # Those of a mixture are said below to be none of a dense block's.
+    router_logits: layouts.RouterLogits
+    expert_weights: layouts.ExpertWeights
+    expert_indices: layouts.ExpertIndices
+    expert_outputs: layouts.ExpertOutputs
+    routed_output: layouts.Residual
+    shared_expert_output: layouts.Residual
 
     @property
     def intermediate_size(self) -> int:

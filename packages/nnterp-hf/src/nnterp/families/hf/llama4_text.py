@@ -22,7 +22,7 @@ from nnterp.hf import Experts, Flattened, Mixture, Router, declare, mixture_oper
 class Weights(Lens):
     """The weights used, of every expert's weight, which is 0 for those that are not."""
 
-    def get(self, raw: Any, host: Any) -> Tensor:
+    def get(self, raw: Tensor, host: Any) -> Tensor:
         return raw.gather(-1, INDICES.get(raw, host))
 
     def put(self, raw: Any, new: Tensor, host: Any) -> Tensor:
@@ -32,7 +32,7 @@ class Weights(Lens):
 class Indices(Lens):
     """The experts used; a write gives their weights to others."""
 
-    def get(self, raw: Any, host: Any) -> Tensor:
+    def get(self, raw: Tensor, host: Any) -> Tensor:
         # A weight that was written may be below 0.
         return raw.abs().topk(host.mixture.top_k(host.config)).indices
 
