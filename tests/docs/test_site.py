@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from .snippets import generator
+
 pytestmark = pytest.mark.site
 
 SITE = Path(__file__).resolve().parents[2] / "site"
@@ -165,6 +167,14 @@ def test_a_search_finds_a_value(browser: Any, address: str) -> None:
     page.locator(".md-search-result__item a").first.wait_for(timeout=20_000)
     assert page.locator(".md-search-result__item a").count() > 1
     page.close()
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    pages = generator()
+    for module in pages.PACKAGES:
+        page = (SITE / "reference" / pages.MODULES[module] / "index.html").read_text()
+        for name in pages.exported(module):
+            assert f'id="{module}.{name}"' in page or f"{module}.{name}" in pages.MODULES, name
 
 
 def test_nothing_is_named_that_lies_elsewhere() -> None:
