@@ -63,9 +63,14 @@ class VLLM:
         return vllm.__version__
 
     def load(self, path: Path, **options: Any) -> Any:
+        import torch
+
         from nnterp.vllm import StandardizedVLLM
 
         settings = {"dtype": "float32", "max_model_len": 256, "dispatch": True}
+        if torch.cuda.is_available():
+            # Several engines share the device.
+            settings["kv_cache_memory_bytes"] = 2**30
         return StandardizedVLLM(str(path), **settings, **options)
 
     def close(self, model: Any) -> None:
