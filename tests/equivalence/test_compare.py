@@ -157,12 +157,12 @@ def test_one_model_is_in_memory_at_a_time(checkpoint, engines):
     ("weight", "key"),
     [
         ("model.embed_tokens.weight", "token_embeddings"),
-        ("model.layers.1.input_layernorm.weight", "layers.1.self_attn.attention_queries"),
+        ("model.layers.1.input_layernorm.weight", "layers.1.self_attn.attention_input"),
         ("model.layers.1.self_attn.q_proj.weight", "layers.1.self_attn.attention_queries"),
         ("model.layers.1.self_attn.k_proj.weight", "layers.1.self_attn.attention_keys"),
         ("model.layers.2.self_attn.v_proj.weight", "layers.2.self_attn.attention_values"),
         ("model.layers.0.self_attn.o_proj.weight", "layers.0.self_attn.attention_output"),
-        ("model.layers.1.post_attention_layernorm.weight", "layers.1.mlp.mlp_neurons"),
+        ("model.layers.1.post_attention_layernorm.weight", "layers.1.mlp.mlp_input"),
         ("model.layers.1.mlp.up_proj.weight", "layers.1.mlp.mlp_neurons"),
         ("model.layers.2.mlp.down_proj.weight", "layers.2.mlp.mlp_output"),
         ("model.norm.weight", "final_norm_output"),
@@ -269,6 +269,7 @@ def test_some_values(checkpoint, open_model):
             compare(model, model, IDS, "layer_outputs")
     assert [value.key for value in report.values] == [
         "layers.0.layer_output",
+        "layers.1.mlp.mlp_input",
         "layers.1.mlp.mlp_neurons",
         "layers.1.mlp.mlp_output",
         "layers.1.layer_output",
