@@ -21,6 +21,7 @@ from nnterp.core.protocols import StandardMlp
 from nnterp.core.tracing import (
     UNSHARED,
     WEIGHTED_INPUT,
+    Argument,
     First,
     Item,
     Lens,
@@ -213,6 +214,7 @@ class Mixture(tracing.Mixture, StandardMlp):
 
     routing: ClassVar[Router] = Router()
 
+    mlp_input: layouts.Residual = value(Site(own("input"), Argument(0)))
     mlp_output: layouts.Residual = value(
         lambda host: Site(
             beside(lambda h: h.facts.mlp_adds, "output"), multiplied(host, First() | Flattened())
