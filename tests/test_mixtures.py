@@ -208,6 +208,28 @@ def test_latent_attention(open_model, checkpoint, reference, name):
 
 
 @pytest.mark.parametrize("name", LATENT)
+def test_latent_attention_with_yarn(open_model, name):
+    """The released models' rotary stretches the scores too; recomputed, they are the model's."""
+    rotary = {
+        **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "mscale": 1.0},
+        **{"mscale_all_dim": 0.7, "beta_fast": 32.0, "beta_slow": 1.0},
+        "original_max_position_embeddings": 64,
+    }
+    recipe = RECIPES[name]
+    config = {**recipe.config, "rope_parameters": rotary, "q_lora_rank": None}
+    recipe = replace(recipe, name=f"{name}_yarn", config=config)
+    path = build(recipe)
+    record = Oracle(path, recipe).run(P)
+    with open_model("hf", path, attn_implementation="sdpa", dispatch=True) as model:
+        with model.prefill(P):
+            found = [layer.self_attn.attention_probabilities.clone() for layer in model.layers]
+            found.save()
+    for i, pattern in enumerate(found):
+        key = f"layers.{i}.self_attn.attention_probabilities"
+        assert_close(pattern, record.get(key), BOUND, key)
+
+
+@pytest.mark.parametrize("name", LATENT)
 def test_expanded_attention(open_model, checkpoint, reference, monkeypatch, name):
     """With latent attention off vLLM has the keys and values whole, on every step, and writable."""
     from vllm import envs
