@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from nnterp.core import Unavailable, tracing
+from nnterp.core.reading import value_at
 from nnterp.core.testing import RECIPES, Edit, Oracle, assert_close, build, row_error
 from nnterp.core.testing.bench import LOOSER
 
@@ -173,6 +174,36 @@ def test_settings_that_vllm_leaves_out(name, setting, value):
     changed = replace(recipe, name=f"{name}_{setting}", config={**recipe.config, setting: value})
     with pytest.raises(ValueError, match=rf"{setting}={value}.*engine='hf'"):
         StandardizedVLLM(str(build(changed)), dtype="float32")
+
+
+@pytest.mark.parametrize("name", ["qwen2_moe", "deepseek_v2"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_bfloat16(only, reference, engine, name):
+    """In bfloat16 every value is there, and as near as that dtype is; an edit of routing lands."""
+    model, record = only(engine, name, dtype="bfloat16"), reference(name).run(P)
+    for i in range(model.num_layers):
+        for key, reason in model.support(i).items():
+            value = key.rpartition(".")[2]
+            if reason is not None or value.startswith("expert_") or value == "attention_scores":
+                continue  # the experts' order is the engine's own, and a score may cancel
+            with model.prefill(P):
+                found = value_at(model, f"layers.{i}.{key}").clone().save()
+            expected = record.get(f"layers.{i}.{key}")
+            error = (found.float() - expected).norm() / expected.norm()
+            assert error < 0.05, f"{key} of layer {i} is off by {error:.1e}"
+    layer = _sparse(model)
+    with model.prefill(P):
+        model.layers[layer].mlp.router_logits[..., 1] = -torch.inf
+        indices = model.layers[layer].mlp.expert_indices.save()
+        logits = model.logits[:, -1].save()
+
+    def without(value):
+        value[..., 1] = -torch.inf
+        return value
+
+    expected = _edited(reference(name), f"layers.{layer}.mlp.router_logits", without)
+    assert not (indices == 1).any()
+    assert (logits.float() - expected).norm() / expected.norm() < 0.05
 
 
 INTERIOR = (
