@@ -109,7 +109,11 @@ VLLM = DOCS.parent / "packages" / "nnterp-vllm"
 
 # Where the names stand that a page's tables have besides those of the library.
 SOURCES = {
-    "availability.md": [VLLM / "src/nnterp/vllm/_conventions.py"],
+    "availability.md": [
+        VLLM / "src/nnterp/vllm/_conventions.py",
+        HF / "src/nnterp/hf/_mixture.py",
+        HF / "src/nnterp/hf/_interior.py",
+    ],
     "differences.md": [CORE / "src/nnterp/core/equivalence/_text.py"],
     "index.md": [package / "pyproject.toml" for package in (CORE, HF, VLLM)],
     "vllm.md": [VLLM / "src/nnterp/vllm/_model.py"],
