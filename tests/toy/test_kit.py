@@ -198,6 +198,8 @@ def test_nothing_is_let_pass_in_silence(tmp_path: Path) -> None:
     assert "a conformance test is not skipped" in ran.told
     suite = ran.report["suite"]
     assert names(suite["failed_ids"], "") == {"known_entries", "subjects"}
+    idle = {"test_known_fault", "test_missing", "test_mixture", "test_same_on_every_engine"}
+    assert set(ran.report["idle"]) == idle
     assert "gemma2" in ran.told
     assert "helium" in ran.told
 

@@ -70,6 +70,7 @@ NOTHING_KNOWN = Known()
 
 # What a test tells of itself, in the properties of its report, which pytest-xdist carries along.
 _TESTED, _WORST, _FACTS = "nnterp-tested", "nnterp-worst", "nnterp-facts"
+_IDLE = "nnterp-idle"
 
 
 class Plugin:
@@ -275,9 +276,17 @@ class Plugin:
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         gc.unfreeze()  # Let the interpreter end as usual.
-        # Under pytest-xdist every worker has a plugin too; what they found has come to this one.
-        if self.report is not None and not hasattr(session.config, "workerinput"):
+        # Under pytest-xdist every worker has a plugin too, and hands its part to the controller's.
+        output: dict[str, Any] | None = getattr(session.config, "workeroutput", None)
+        if output is not None:
+            output[_IDLE] = dict(self.idle)
+        elif self.report is not None:
             self.findings.write(self.report, self.subjects, self.known, self.idle.values())
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any, error: object) -> None:
+        """A worker of pytest-xdist's has ended; one that crashed left nothing."""
+        self.idle |= getattr(node, "workeroutput", {}).get(_IDLE, {})
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         told = dict(report.user_properties)

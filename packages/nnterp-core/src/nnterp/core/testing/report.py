@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import pytest
+
 from nnterp.core import VOCABULARY
 from nnterp.core.protocols import Step
 from nnterp.core.testing.adapters import Adapter, Subject
@@ -22,8 +24,6 @@ from nnterp.core.testing.faults import Known
 
 FORMAT = 1
 """The version of the file's layout."""
-
-OPTION = "conformance_report"
 
 _PACKAGES = (
     *("nnterp-core", "nnterp-hf", "nnterp-vllm"),
@@ -34,10 +34,19 @@ Facts: TypeAlias = dict[str, Any]
 """What one test adds to the report, as plain data that can travel between processes."""
 
 
-def option(config: Any) -> Path | None:
-    """The file that ``--conformance-report`` names, or ``None``."""
-    found = config.getoption(OPTION, default=None)
-    return None if found is None else Path(found)
+def option(config: pytest.Config) -> Path | None:
+    """The file that ``--conformance-report`` names, or ``None``.
+
+    Raises:
+        pytest.UsageError: it cannot be written, which is better known before the run than after.
+    """
+    found = config.getoption("conformance_report", default=None)
+    if found is None:
+        return None
+    path = Path(found).absolute()
+    if not path.parent.is_dir():
+        raise pytest.UsageError(f"--conformance-report {found}: {path.parent} is no folder")
+    return path
 
 
 def facts(bench: Bench, first: bool) -> Facts:
