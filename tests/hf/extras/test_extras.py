@@ -18,8 +18,10 @@ from nnterp.hf import StandardizedTransformer
 
 pytestmark = [
     pytest.mark.extras,
-    # peft asks transformers by a name that 5.24 calls deprecated.
+    # peft asks transformers by a name that 5.24 calls deprecated, and says what it saves.
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Model has .tie_word_embeddings=True:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Setting .save_embedding_layers.:UserWarning"),
 ]
 
 P = [5, 17, 250, 9, 33]
@@ -33,7 +35,7 @@ def standardized(model, **options):
 
 def plain(model, **options):
     return AutoModelForCausalLM.from_pretrained(
-        model, attn_implementation="eager", dtype=torch.float32, **options
+        str(model), attn_implementation="eager", dtype=torch.float32, **options
     )
 
 

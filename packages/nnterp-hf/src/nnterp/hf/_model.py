@@ -323,6 +323,11 @@ class StandardizedTransformer(Standardized, TransformersModel, StandardModel):
         for key, setting in self._tokenizer_kwargs.items():
             setattr(self.tokenizer, key, setting)
 
+    def _loaded_preprocessors(self) -> set[str]:
+        # Since 5.24 transformers does not say of text-generation where nnsight looks for it.
+        needed: set[str] = super()._loaded_preprocessors()
+        return needed | {"tokenizer"} if self.task == "text-generation" else needed
+
     def _load_meta(self, repo_id: str, *args: Any, **kwargs: Any) -> Module:
         with self._padded():
             module: Module = super()._load_meta(repo_id, *args, **kwargs)
