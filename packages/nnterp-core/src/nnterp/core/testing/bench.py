@@ -45,15 +45,9 @@ _FIRST_GUESS = (
     *("input_ids", "attention_mask", "input_size", "token_embeddings"),
     *("layer_input", "attention_input", "attention_queries", "attention_keys", "attention_values"),
     *("attention_scores", "attention_probabilities", "attention_head_outputs"),
-    *(
-        "attention_output",
-        "layer_mid",
-        "mlp_input",
-        "router_logits",
-        "expert_weights",
-        "expert_indices",
-    ),
-    *("expert_outputs", "routed_output", "shared_expert_output", "mlp_neurons", "mlp_output"),
+    *("attention_output", "layer_mid", "mlp_input", "router_logits", "expert_weights"),
+    *("expert_indices", "expert_outputs", "routed_output", "shared_expert_output"),
+    *("mlp_neurons", "mlp_output"),
     *("layer_output", "final_norm_output", "lm_head_output", "logits", "next_token_probs"),
 )
 
