@@ -316,8 +316,10 @@ def _toy(file: str, *names: str) -> Callable[[], str]:
     def code() -> str:
         source = (TOY / file).read_text()
         parts = [_definition(source, name) for name in names] or [source.rstrip()]
-        # ruff formats what is called py, and this is formatted where it stands.
-        return f'\n```py3 title="tests/toy/{file}"\n' + "\n\n\n".join(parts) + "\n```\n\n"
+        body = "\n\n\n".join(parts)
+        # It is formatted where it stands, and a method's lines are shorter here.
+        fence = f'```python3 title="tests/toy/{file}"\n{body}\n```'
+        return f"\n<!-- fmt: off -->\n\n{fence}\n\n<!-- fmt: on -->\n\n"
 
     return code
 

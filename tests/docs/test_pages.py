@@ -195,4 +195,4 @@ def test_the_values_of_the_vocabulary_have_a_name_elsewhere() -> None:
 def test_every_block_is_of_a_known_kind() -> None:
     for name, path in PAGES.items():
         kinds = {block.kind for block in blocks(path.read_text())}
-        assert kinds <= {"", "python", "py3", "text", "console", "toml"}, name
+        assert kinds <= {"", "python", "python3", "text", "console", "toml"}, name
