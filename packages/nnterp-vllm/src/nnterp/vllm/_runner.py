@@ -304,6 +304,9 @@ class StandardRunner(NNsightGPUModelRunner):
             ratio = cache.shape[axis] // count
             rows = [block * ratio + part for block in blocks for part in range(ratio)]
             cache.index_fill_(axis, torch.tensor(rows, device=cache.device), 0)
+        for state in states:
+            # They have other owners from here on: a preempted request may end before it resumes.
+            state.block_ids = tuple([] for _ in state.block_ids)
 
     def _update_states(self, scheduler_output: Any) -> Any:
         wrote, finished = self.nnsight_requests.wrote, scheduler_output.finished_req_ids
