@@ -70,7 +70,7 @@ class VLLM:
         settings = {"dtype": "float32", "max_model_len": 256, "dispatch": True}
         if torch.cuda.is_available():
             # Several engines share the device.
-            settings["kv_cache_memory_bytes"] = 2**30
+            settings |= {"kv_cache_memory_bytes": 2**30, "gpu_memory_utilization": 0.05}
         return StandardizedVLLM(str(path), **settings, **options)
 
     def close(self, model: Any) -> None:
