@@ -136,6 +136,7 @@ def test_every_value_is_the_references(model, record):
         for i, layer in enumerate(model.layers):
             attention, key = layer.self_attn, f"layers.{i}"
             found[f"{key}.layer_input"] = layer.layer_input
+            found[f"{key}.self_attn.attention_input"] = attention.attention_input
             found[f"{key}.self_attn.attention_queries"] = attention.attention_queries
             found[f"{key}.self_attn.attention_keys"] = attention.attention_keys
             found[f"{key}.self_attn.attention_values"] = attention.attention_values
@@ -144,6 +145,7 @@ def test_every_value_is_the_references(model, record):
             found[f"{key}.self_attn.attention_head_outputs"] = attention.attention_head_outputs
             found[f"{key}.self_attn.attention_output"] = attention.attention_output
             found[f"{key}.layer_mid"] = layer.layer_mid
+            found[f"{key}.mlp.mlp_input"] = layer.mlp.mlp_input
             found[f"{key}.mlp.mlp_neurons"] = layer.mlp.mlp_neurons
             found[f"{key}.mlp.mlp_output"] = layer.mlp.mlp_output
             found[f"{key}.layer_output"] = layer.layer_output
