@@ -385,6 +385,24 @@ def test_long_chunks(only, reference):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("scaled", [True, False])
+def test_far_queries_are_scaled_as_the_config_says(open_model, engine, scaled):
+    """On vLLM too, whose own rule goes by the longest prompt that it is given room for."""
+    llama4 = RECIPES["llama4_text"]
+    far = {"floor_scale": 16, "attn_temperature_tuning": scaled}
+    recipe = replace(llama4, name=f"llama4_far_{scaled}", config={**llama4.config, **far})
+    path, prompt = build(recipe), LONG[:40]
+    record = Oracle(path, recipe).run(prompt)
+    with open_model(engine, path) as model, model.prefill(prompt):
+        queries = [layer.self_attn.attention_queries.clone() for layer in model.layers].save()
+        logits = model.logits[:, -1].save()
+    for i, value in enumerate(queries):
+        key = f"layers.{i}.self_attn.attention_queries"
+        assert_close(value, record.get(key), BOUND, key)
+    assert_close(logits, record.get("logits")[:, -1], BOUND, "logits")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 def test_with_sinks_every_stream_is_right_and_rows_sum_to_less_than_one(only, reference, engine):
     """GPT-OSS beyond its window: no row is made to sum to one, no stream drifts, steps included."""
     model, prompt, steps = only(engine, "gpt_oss"), LONG[:40], 3

@@ -24,7 +24,9 @@ class Family(Protocol):
     """What every family has.
 
     Optional are size functions, ``project_on_vocab(model, hidden)``, ``ARCHITECTURE`` and, on
-    vLLM, ``check(model)``, which raises for a model that the family cannot serve.
+    vLLM, ``check(model)``, which raises for a model that the family cannot serve, and
+    ``settings(config)``, the engine's options, by name, that make it compute what the
+    checkpoint's config says where it has a rule of its own.
     """
 
     RENAME: dict[Any, Any]

@@ -199,14 +199,17 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
             checked_path(repo_id)
             self._refuse(kwargs)
 
-        def model_type() -> str:
+        def checkpoint_config() -> Any:
             from vllm.transformers_utils.config import get_config
 
-            config = get_config(
+            return get_config(
                 repo_id,
                 trust_remote_code=kwargs.get("trust_remote_code", False),
                 revision=kwargs.get("revision"),
             )
+
+        def model_type() -> str:
+            config = checkpoint_config()
             # Before the weights are loaded.
             self._refuse_quantised(config)
             return model_type_of(config)
@@ -214,6 +217,9 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
         self.family = self._family(family, model_type, self.engine)
         if isinstance(repo_id, str):
             kwargs = self._engine_defaults(repo_id, kwargs)
+            if (settings := getattr(self.family, "settings", None)) is not None:
+                for name, own in settings(checkpoint_config().get_text_config()).items():
+                    kwargs[name] = {**own, **(kwargs.get(name) or {})}
             # The worker builds the same tree, from the same description.
             kwargs["additional_config"] = {
                 **(kwargs.get("additional_config") or {}),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from vllm.model_executor.models.llama import LlamaMLP
 from vllm.model_executor.models.llama4 import Llama4Attention, Llama4DecoderLayer, Llama4MoE
 
@@ -20,3 +22,9 @@ RENAME, ENVOYS = declare(
     mixture=Llama4MoE,
     router="router",
 )
+
+
+def settings(config: Any) -> dict[str, dict[str, Any]]:
+    """Whether far queries are scaled: the config's word, for which vLLM has a rule of its own."""
+    scaled = bool(config.attn_temperature_tuning)
+    return {"override_generation_config": {"attn_temperature_tuning": scaled}}
