@@ -164,7 +164,7 @@ def test_a_search_finds_a_value(browser: Any, address: str) -> None:
     page = browser.new_page()
     page.goto(address)
     page.locator("input[data-md-component=search-query]").fill("attention_probabilities")
-    page.locator(".md-search-result__item a").first.wait_for(timeout=20_000)
+    page.locator(".md-search-result__item a").first.wait_for(timeout=60_000)
     assert page.locator(".md-search-result__item a").count() > 1
     page.close()
 
