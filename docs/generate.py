@@ -300,11 +300,59 @@ def adapter() -> str:
 
     rows = [[codes(names), words.rstrip(".")] for names, words in attributes(Adapter)]
     for name in ("load", "close"):
-        said = (inspect.getdoc(getattr(Adapter, name)) or "").partition("\n\n")[0]
-        call = str(inspect.signature(getattr(Adapter, name))).replace("self, ", "")
-        call = re.sub(r": '?[\w.]+'?|'| -> .*", "", call)
-        rows.append([f"`{name}{call}`", " ".join(said.split()).rstrip(".").replace("``", "`")])
+        said, parts = sections(getattr(Adapter, name))
+        given = [f"`{one}`: {words}" for one, words in parts.get("Args", {}).items()]
+        rows.append([f"`{called(Adapter, name)}`", " ".join([said, *given]).rstrip(".")])
     return table(["of the adapter", "what it is"], rows)
+
+
+@cache
+def methods() -> str:
+    """What the protocol says of a model's methods."""
+    from nnterp.core.protocols import StandardModel
+
+    rows = []
+    for name, method in vars(StandardModel).items():
+        if name.startswith("_") or not inspect.isfunction(method):
+            continue
+        said, parts = sections(method)
+        given = [f"`{one}`: {words}" for one, words in parts.get("Args", {}).items()]
+        gives = [f"Returns {words}" for words in parts.get("Returns", {"": ""}).values() if words]
+        raises = [f"`{error}`: {words}" for error, words in parts.get("Raises", {}).items()]
+        rows.append(
+            [f"`{called(StandardModel, name)}`", " ".join([said, *given, *gives]), " ".join(raises)]
+        )
+    return table(["method", "what it does", "raises"], rows)
+
+
+def called(owner: type[Any], name: str) -> str:
+    """A method's call, without types: ``load(path, **options)``."""
+    signature = inspect.signature(getattr(owner, name))
+    plain = [
+        one.replace(annotation=inspect.Parameter.empty)
+        for one in list(signature.parameters.values())[1:]
+    ]
+    return f"{name}{inspect.Signature(plain)}"
+
+
+def sections(documented: Any) -> tuple[str, dict[str, dict[str, str]]]:
+    """What a docstring says before its sections, and each section by what its entries are of.
+
+    ``Returns`` has one entry, of the empty name.
+    """
+    said, *rest = re.split(r"\n\n(?=[A-Z]\w+:\n)", inspect.getdoc(documented) or "")
+    found: dict[str, dict[str, str]] = {}
+    for section in rest:
+        title, _, body = section.partition(":\n")
+        entries = found.setdefault(title, {})
+        for entry in re.split(r"\n(?=    \S)", body) if title != "Returns" else [": " + body]:
+            name, _, words = _plain(entry).partition(": ")
+            entries[name.lstrip(":").strip()] = words.strip()
+    return _plain(said), found
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.split()).replace("``", "`")
 
 
 TOY = ROOT / "tests" / "toy"
@@ -404,6 +452,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "rows": rows,
     "promises": promises,
     "adapter": adapter,
+    "methods": methods,
     "toy-adapter": _toy("adapter.py"),
     "toy-forward": _toy("engine.py", "ToyModel.forward", "ToyModel._attention"),
     "toy-run": _toy("engine.py", "Run"),

@@ -23,9 +23,8 @@ class Adapter(Protocol):
         label: what it is called in the ids of tests. Another than the name where one engine is
             tested in several ways.
         version: the version of what computes, ``"0.32.0"``: known faults are of some versions.
-
-    An engine that has no families of this project's kind has one attribute more, ``model_types``,
-    the names of the architectures that it runs.
+        model_types: of an engine without families, the model types that it runs; with families
+            there is no such attribute.
     """
 
     @property
@@ -42,7 +41,8 @@ class Adapter(Protocol):
 
         Args:
             path: the checkpoint's folder.
-            **options: what the engine's class takes besides.
+            **options: what the engine's class takes besides. The kit gives none; they are for
+                tests of one's own, as ``family=`` is.
         """
         ...
 
