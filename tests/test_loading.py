@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nnterp.core import SIZES, load
+from nnterp.core import SIZES, families, load
+from nnterp.core.architectures import LLAMA
 from nnterp.core.testing import Oracle, assert_close
 
 P = [5, 17, 250, 9, 33]
@@ -53,6 +56,41 @@ def configured(checkpoint, folder, **fields):
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
     return str(folder)
+
+
+@pytest.mark.parametrize("field", [{"is_causal": False}, {"use_bidirectional_attention": True}])
+def test_a_pattern_that_is_not_causal_is_not_recomputed(engine, field, checkpoint, tmp_path):
+    options = {"attn_implementation": "sdpa"} if engine == "hf" else {}
+    path = configured(checkpoint, tmp_path / "llama", **field)
+    support = load(path, engine=engine, dispatch=False, **options).support(0)
+    for name in ("attention_scores", "attention_probabilities"):
+        assert next(iter(field)) in support[f"self_attn.{name}"]
+    assert support["self_attn.attention_head_outputs"] is None
+
+
+def test_a_family_that_names_a_module_that_is_not_there(engine, checkpoint):
+    """What is under it is not served, and support() says so before a run."""
+    family = families.lookup("llama", engine)
+    facts = replace(family.ARCHITECTURE, down_projection="fc2")
+    envoys = {
+        key: type(host.__name__, (host,), {"architecture": facts})
+        for key, host in family.ENVOYS.items()
+    }
+    mine = SimpleNamespace(RENAME=family.RENAME, ENVOYS=envoys)
+    model = load(checkpoint("llama"), engine=engine, family=mine, dispatch=False)
+    reasons = {key: reason for key, reason in model.support(0).items() if key.startswith("mlp")}
+    assert "module that is not there" in reasons["mlp.mlp_neurons"]
+    assert reasons["mlp.mlp_output"] is reasons["mlp.mlp_input"] is None
+
+
+def test_a_family_has_names_and_envoys(engine, checkpoint):
+    with pytest.raises(TypeError, match="a family has RENAME and ENVOYS"):
+        load(checkpoint("llama"), engine=engine, family=SimpleNamespace())
+
+
+def test_a_block_is_of_one_of_two_kinds():
+    with pytest.raises(ValueError, match="'sequential' or 'parallel', not 'paralel'"):
+        replace(LLAMA, block="paralel")
 
 
 @pytest.mark.parametrize(

@@ -159,6 +159,10 @@ class Architecture:
     learned_positions: Callable[[Config], int] | None = None
     variant: Callable[[Config], Mapping[str, Any]] | None = None
 
+    def __post_init__(self) -> None:
+        if self.block not in ("sequential", "parallel"):
+            raise ValueError(f"block is 'sequential' or 'parallel', not {self.block!r}")
+
     def of(self, config: Config) -> Architecture:
         """The facts for one config."""
         return self if self.variant is None else replace(self, **self.variant(config))

@@ -45,15 +45,25 @@ def _package(name: str) -> ModuleSpec | None:
         return None
 
 
+def checked(family: Any) -> Any:
+    """``family`` itself.
+
+    Raises:
+        TypeError: it lacks ``RENAME`` or ``ENVOYS``.
+    """
+    missing = [name for name in ("RENAME", "ENVOYS") if not hasattr(family, name)]
+    if missing:
+        raise TypeError(f"a family has RENAME and ENVOYS; {family!r} lacks {', '.join(missing)}")
+    return family
+
+
 def register(family: Any, *model_types: str, engine: str) -> Any:
     """Make ``family`` the one that ``engine`` uses for ``model_types``; returns it.
 
     Raises:
         TypeError: ``family`` lacks ``RENAME`` or ``ENVOYS``, or no model type is named.
     """
-    missing = [name for name in ("RENAME", "ENVOYS") if not hasattr(family, name)]
-    if missing:
-        raise TypeError(f"a family has RENAME and ENVOYS; {family!r} lacks {', '.join(missing)}")
+    checked(family)
     if not model_types:
         raise TypeError("name at least one model type to register a family for")
     for model_type in model_types:

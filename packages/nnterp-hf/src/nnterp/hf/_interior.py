@@ -298,6 +298,8 @@ def _inside(host: Any, operation: str, side: str, lens: Lens, recompute: Any) ->
         return reason
     implementation = host.root.attn_implementation
     if implementation != "eager":
+        if (ahead := tracing.reads_ahead(host.config)) is not None:
+            return ahead
         return Site(_at("input"), Derived(recompute, instead_of(implementation)), prepare=opened)
     function = host.call.function(host)
     if function is None or operation not in operations(function):

@@ -123,6 +123,8 @@ def _interior(
         if host.kernel.split(".")[0] not in host._module._modules:
             return _NO_KERNEL
         seen = lens if isinstance(lens, Lens) else lens(host)
+        if isinstance(seen, Derived) and (ahead := tracing.reads_ahead(host.config)) is not None:
+            return ahead
         return Site(under(host.kernel, side), seen, read_only=read_only, decode=decode)
 
     return resolve

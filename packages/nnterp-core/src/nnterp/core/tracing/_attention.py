@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def reads_ahead(config: Any) -> str | None:
+    """Why scores and pattern cannot be recomputed for a model, or ``None`` where they can."""
+    for field, causal in (("is_causal", True), ("use_bidirectional_attention", False)):
+        given = getattr(config, field, None)
+        if given is not None and bool(given) is not causal:
+            return (
+                f"with {field}={given!r} in the config a position may attend to later ones, and "
+                f"what is recomputed here is a causal pattern; read attention_head_outputs"
+            )
+    return None
 
 
 def scores(

@@ -71,7 +71,13 @@ class Field(Lens):
 
 @cache
 def _position(forward: Callable[..., Any], name: str) -> int:
-    return list(inspect.signature(forward).parameters).index(name) - 1
+    names = list(inspect.signature(forward).parameters)
+    if name not in names:
+        raise ValueError(
+            f"{forward.__qualname__} takes no {name!r}: it is called in another way than its "
+            f"family declares"
+        )
+    return names.index(name) - 1
 
 
 class Argument(Lens):

@@ -160,7 +160,8 @@ class Standardized(Named):
 
     @staticmethod
     def _family(family: Any, model_type: Any, engine: str) -> Any:
-        return family if family is not None else registry.lookup(model_type(), engine)
+        found = registry.lookup(model_type(), engine) if family is None else family
+        return registry.checked(found)
 
     def _check_blocks(self) -> None:
         """Refuse an implementation whose blocks the family that was looked up does not name."""

@@ -263,9 +263,15 @@ class Value(eproperty):
         if name not in sites:
             resolve = self.resolve
             try:
-                sites[name] = resolve if isinstance(resolve, (Site, str)) else resolve(host)
+                found = resolve if isinstance(resolve, (Site, str)) else resolve(host)
             except Unavailable as reason:
-                sites[name] = str(reason)
+                found = str(reason)
+            if isinstance(found, Site):
+                try:
+                    found.at(host)
+                except AttributeError as missing:
+                    found = f"its family says that it is at a module that is not there: {missing}"
+            sites[name] = found
         return sites[name]
 
     def reason(self, host: Any, step: Step = "prefill") -> str | None:

@@ -53,6 +53,8 @@ def _inside(
         implementation = host.root.attn_implementation
         if implementation == "eager":
             return operation(alibi if host.config.alibi else rotary, lens)(host)
+        if (ahead := tracing.reads_ahead(host.config)) is not None:
+            return ahead
         call = f"torch_nn_functional_scaled_dot_product_attention_{int(host.config.alibi)}.input"
         return operation(call, Derived(recompute, instead_of(implementation)))(host)
 
