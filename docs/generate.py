@@ -295,6 +295,18 @@ def promises() -> str:
 
 
 @cache
+def bounds() -> str:
+    """How far off a row may be, and of which values farther."""
+    from nnterp.core.testing.bench import BOUND, LOOSER
+
+    def number(bound: float) -> str:
+        return f"{bound:.0e}".replace("e-0", "e-")
+
+    looser = "".join(f", and one of `{name}` by {number(bound)}" for name, bound in LOOSER.items())
+    return f"\nA row of a value may be off by {number(BOUND)} of its largest magnitude{looser}.\n\n"
+
+
+@cache
 def adapter() -> str:
     from nnterp.core.testing.adapters import Adapter
 
@@ -451,6 +463,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "mixture-reference": _facts("MixtureReference", "nnterp.core.testing.checkpoints", "field"),
     "rows": rows,
     "promises": promises,
+    "bounds": bounds,
     "adapter": adapter,
     "methods": methods,
     "toy-adapter": _toy("adapter.py"),
