@@ -182,6 +182,11 @@ def test_the_run_tells_what_is_wrong(everything: Any) -> None:
     told = everything.told
     assert "test_read[attention_output-llama-toy-bias]" in told
     assert "layers.0.self_attn.attention_output of one: row [0, 0] is off by" in told
+    first = r"llama-toy-bias: layers\.0\.self_attn\.attention_output of \w+.*: look there first"
+    assert re.search(first, told)
+    subjects = everything.report["subjects"]
+    assert subjects["llama-toy-bias"]["departs"]["value"] == "layers.0.self_attn.attention_output"
+    assert subjects["llama-toy"]["departs"] is None
     assert "A contribution is not what its sublayer adds to the stream" in told  # test_identity's
     assert everything.report["idle"] == ["test_missing", "test_mixture"]
     assert everything.report["suite"] == {"passed": 2, "failed": 0, "failed_ids": []}

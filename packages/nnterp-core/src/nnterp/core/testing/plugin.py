@@ -31,6 +31,8 @@ kept shows its changes line by line::
       faults      the known faults that the subject has: name, version, cause, value, size, patch
       missing     null, or version and cause of a checkpoint that the engine cannot load
       tests       passed and failed, how many; failed_ids, of pytest, sorted
+      departs     null, or the first value of the forward that departs from the reference, of those
+                  that were measured: value (its key), error, where
       values      by key within its block, "mlp.mlp_output", in the order of the vocabulary:
         status      "served", "unavailable", or "partly" where blocks differ
         reason      why not; not there where all is served
@@ -38,7 +40,8 @@ kept shows its changes line by line::
         decode      why it is not served on decode steps; not there where it is
         writable    whether it can be written; null if no test of this run tried
         error       the largest error of a row as it was read, of its magnitude, against the
-                    reference with the patch of the known fault; null if no test measured it; "inf"
+                    reference with the patch of the known fault; null if no test measured it; the text
+                    "inf" if no number says it: another shape, or it cannot be read
         where       the block and the prompt of that error; null if there is none
         bound       how large it may be
 """
@@ -256,10 +259,9 @@ class Plugin:
                 entry = (label, worst.error, worst.allowed, worst.where)
                 item.user_properties.append((_WORST, entry))
             bench.worst = {}
-            if self.report is not None:
-                first = bench not in self._told
-                self._told.add(bench)
-                item.user_properties.append((_FACTS, (label, facts(bench, first))))
+            first = bench not in self._told
+            self._told.add(bench)
+            item.user_properties.append((_FACTS, (label, facts(bench, first))))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
@@ -305,6 +307,15 @@ class Plugin:
                 self.findings.add(*cast("tuple[str, Facts]", entry))
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        departing = {
+            one.label: found
+            for one in self.subjects
+            if (found := self.findings.departure(one.label)) is not None
+        }
+        if departing:
+            terminalreporter.section("the first value of the forward that departs")
+            for label, (_, error, where) in departing.items():
+                terminalreporter.write_line(f"{label}: {where}, by {error:.1e}: look there first")
         if not self.worst:
             return
         terminalreporter.section("worst row of a checkpoint on an engine, of what is allowed")

@@ -56,8 +56,12 @@ def facts(bench: Bench, first: bool) -> Facts:
         bench: the bench.
         first: whether it was not asked before; what stays the same is told once.
     """
+    place = {key: i for i, key in enumerate(bench.keys())} if bench.errors else {}
     found: Facts = {
-        "errors": {key: [error, where] for key, (error, where) in bench.errors.items()},
+        "errors": {
+            key: [error, where, place.get(key, len(place))]
+            for key, (error, where) in bench.errors.items()
+        },
         "writable": dict(bench.writable),
     }
     bench.errors.clear()
@@ -98,6 +102,7 @@ class Findings:
         reasons: what ``support()`` said, by the subject's label and the step.
         bounds: how large an error may be, by label and the value's name.
         errors: the largest error of each value and where it was, by label and key.
+        places: each value's place in the forward, likewise.
         writable: whether a value could be written, by label and key.
     """
 
@@ -106,6 +111,7 @@ class Findings:
     reasons: dict[str, dict[Step, dict[str, str | None]]] = field(default_factory=dict)
     bounds: dict[str, dict[str, float]] = field(default_factory=dict)
     errors: dict[str, dict[str, tuple[float, str]]] = field(default_factory=dict)
+    places: dict[str, dict[str, int]] = field(default_factory=dict)
     writable: dict[str, dict[str, bool]] = field(default_factory=dict)
 
     def outcome(self, test: str, subject: str | None, phase: str, outcome: str) -> None:
@@ -121,10 +127,26 @@ class Findings:
             self.families[label] = found["family"]
             self.bounds[label] = found["bounds"]
         errors = self.errors.setdefault(label, {})
-        for key, (error, where) in found["errors"].items():
+        for key, (error, where, place) in found["errors"].items():
+            self.places.setdefault(label, {})[key] = place
             if key not in errors or error > errors[key][0]:
                 errors[key] = error, where
         self.writable.setdefault(label, {}).update(found["writable"])
+
+    def departure(self, label: str) -> tuple[str, float, str] | None:
+        """The first value of the forward that departs from the reference.
+
+        Returns:
+            Its key, its largest error, and where that was; ``None`` if none departs of those that
+            were measured.
+        """
+        errors, places = self.errors.get(label, {}), self.places.get(label, {})
+        bounds = self.bounds.get(label, {})
+        for key in sorted(errors, key=places.__getitem__):
+            error, where = errors[key]
+            if not error <= bounds.get(key.rsplit(".", 1)[-1], 0.0):
+                return key, error, where
+        return None
 
     def write(
         self, path: Path, subjects: Sequence[Subject], known: Known, idle: Iterable[str]
@@ -164,8 +186,16 @@ class Findings:
             "faults": [] if fault is None else [_entry(fault, "name", "value", "size", "patch")],
             "missing": None if missing is None else _entry(missing),
             "tests": self._tests(label),
+            "departs": self._departs(label),
             "values": self._values(label),
         }
+
+    def _departs(self, label: str) -> dict[str, Any] | None:
+        found = self.departure(label)
+        if found is None:
+            return None
+        key, error, where = found
+        return {"value": key, "error": _number(error), "where": where}
 
     def _tests(self, label: str | None) -> dict[str, Any]:
         own = {test: one for test, one in self.outcomes.items() if one.subject == label}
