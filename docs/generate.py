@@ -384,6 +384,14 @@ def _toy(file: str, *names: str) -> Callable[[], str]:
     return code
 
 
+@cache
+def toy() -> str:
+    """The whole of the toy engine, folded away."""
+    whole = textwrap.indent(f"```python3\n{(TOY / 'engine.py').read_text()}```", "    ")
+    folded = f'??? example "tests/toy/engine.py"\n\n{whole}'
+    return f"\n<!-- fmt: off -->\n\n{folded}\n\n<!-- fmt: on -->\n\n"
+
+
 def _definition(source: str, name: str) -> str:
     found: Any = ast.parse(source)
     for part in name.split("."):
@@ -472,7 +480,9 @@ PARTS: dict[str, Callable[[], str]] = {
     "toy-value": _toy("engine.py", "Value"),
     "toy-trace": _toy("engine.py", "Trace", "Steps"),
     "toy-host": _toy("engine.py", "Host"),
+    "toy-push": _toy("engine.py", "push"),
     "toy-checked": _toy("engine.py", "ToyModel.checked"),
+    "toy": toy,
     **{f"reference-{MODULES[module]}": _reference(module) for module in PACKAGES},
 }
 
