@@ -14,10 +14,6 @@ import pytest
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-pytest.register_assert_rewrite(
-    "nnterp.core.testing.bench", "nnterp.core.testing.cases", "nnterp.core.testing.conformance"
-)
-
 
 @dataclass(frozen=True)
 class Transformers:

@@ -64,6 +64,8 @@ class Run:
     def __init__(self, model: ToyModel, ids: Sequence[int]) -> None:
         self.model, self.step = model, -1
         self.cache: dict[int, tuple[Tensor, Tensor]] = {}
+        # What reaches the model no more, with its version and what an edit of it raises.
+        self._gone: list[tuple[Value, int, Exception]] = []
         self._begin(torch.tensor([list(ids)]))
 
     def _begin(self, ids: Tensor) -> None:
@@ -71,30 +73,33 @@ class Run:
         self.passed: set[str] = set()
         self.forward = self.model.forward(ids, self.cache)
         self.logits: Tensor | None = None
-        self._given: Any = None
-        self._computed: list[tuple[str, Tensor, int]] = []
+        # What the block was given last, and the version of it that is not edited, if one is.
+        self._given: tuple[Value, int | None] | None = None
         self.key, self.value = next(self.forward)
 
     def read(self, key: str) -> Any:
         if key == "next_token_probs":
             # It is nowhere in the forward, which stays at what it is computed from.
             probs = plain(self.read("logits"))[:, -1].softmax(-1).as_subclass(Value)
-            self._computed.append((key, probs, probs._version))
+            self._gone.append((probs, probs._version, Unavailable(f"{key} is read-only")))
             return probs
         self._run_to(key)
         if not isinstance(self.value, Tensor):
             return self.value
         if self._given is None:
-            self._given = self.value.clone().as_subclass(Value)
-        return self._given
+            copy = self.value.clone().as_subclass(Value)
+            self._given = copy, copy._version
+        return self._given[0]
 
     def write(self, key: str, new: Any) -> None:
         if not VOCABULARY[key.rsplit(".", 1)[-1]].writable:
             raise Unavailable(f"{key} is read-only")
         before = self.read(key)
-        if not isinstance(new, Tensor) or new.shape != before.shape:
+        if not isinstance(new, Tensor) or new.dtype != before.dtype:
+            raise TypeError(f"{key} is a tensor of {before.dtype}")
+        if new.shape != before.shape:
             raise WrongShape(f"{key} is {tuple(before.shape)}, not {tuple(new.shape)}")
-        self._given = plain(new).to(before.dtype).clone().as_subclass(Value)
+        self._given = plain(new).clone().as_subclass(Value), None
 
     def _run_to(self, key: str) -> None:
         if key in self.passed or self.logits is not None:
@@ -103,20 +108,30 @@ class Run:
             self._go_on()
 
     def _go_on(self) -> None:
-        given, self._given = self._given, None
-        for key, value, version in self._computed:
-            if value._version != version:
-                raise Unavailable(f"{key} is read-only")
+        self._check()
+        value = self.value
+        if self._given is not None:
+            copy, version = self._given
+            value = value if copy._version == version else plain(copy)
+            late = OutOfOrder(f"{self.key} was edited after the forward had run past it")
+            self._gone.append((copy, copy._version, late))
+            self._given = None
         self.passed.add(self.key)
         try:
-            self.key, self.value = self.forward.send(self.value if given is None else plain(given))
+            self.key, self.value = self.forward.send(value)
         except StopIteration as end:
             self.logits = end.value
+
+    def _check(self) -> None:
+        for value, version, error in self._gone:
+            if value._version != version:
+                raise error
 
     def finish(self) -> Tensor:
         """Run the step to its end; the logits that it chooses a token by."""
         while self.logits is None:
             self._go_on()
+        self._check()
         return self.logits
 
     def go_to(self, step: int) -> bool:
@@ -244,7 +259,8 @@ class ToyModel(Host):
         self.weights = load_file(path / "model.safetensors")
         self.tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
         self.family = sys.modules[__name__]
-        self.end_tokens = (self.config.eos_token_id,)
+        generation = json.loads((path / "generation_config.json").read_text())
+        self.end_tokens = (generation["eos_token_id"],)
         self.num_layers = self.config.num_hidden_layers
         self.hidden_size = self.config.hidden_size
         self.vocab_size = self.config.vocab_size
@@ -376,8 +392,8 @@ class ToyModel(Host):
 
     def encode(self, prompt: Any) -> list[int]:
         ids = self.tokenizer.encode(prompt).ids if isinstance(prompt, str) else list(prompt)
-        if not ids:
-            raise ValueError("the prompt is empty")
+        if not ids or not all(0 <= token < self.vocab_size for token in ids):
+            raise ValueError("the prompt is empty, or has an id that is not in the vocabulary")
         return ids
 
     def prefill(self, prompt: Any = None) -> Trace:

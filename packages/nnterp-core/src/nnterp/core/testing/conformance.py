@@ -11,6 +11,7 @@ refused; none is passed over.
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -33,6 +34,7 @@ from nnterp.core.testing.bench import (
     reference_value,
 )
 from nnterp.core.testing.cases import (
+    LONGEST,
     PROMPTS,
     STEER_FACTOR,
     STEER_POSITIONS,
@@ -57,6 +59,14 @@ ROWS = [
     for name in WRITABLE
     if VOCABULARY[name].hosts != ("model",) and "seq" in VOCABULARY[name].layout.axes
 ]
+
+
+# A model may do without one of these; then it does not serve the value either.
+MODULES = {
+    "token_embeddings": "embed_tokens",
+    "final_norm_output": "norm",
+    "lm_head_output": "lm_head",
+}
 
 
 # -- what is served --------------------------------------------------------------------------------
@@ -184,6 +194,27 @@ def test_dense(bench: Bench) -> None:
             assert reason is not None
             _assert_refused(bench, key, reason)
             _assert_no_write(bench, key, reason)
+
+
+def test_what_was_loaded(bench: Bench) -> None:
+    """The model is another engine's, of another dtype, or has not its modules by their names."""
+    model = bench.model
+    assert model.engine == bench.subject.adapter.name
+    assert model.dtype == torch.float32
+    assert len(model.layers) == bench.layers
+    for key, reason in bench.reasons().items():
+        if reason is None:
+            assert host_of(model, key)[0] is not None, f"the module of {key} is not there"
+            if key in MODULES:
+                name = MODULES[key]
+                assert getattr(model, name) is not None, f"there is no model.{name}"
+
+
+def test_longest_prompt(bench: Bench) -> None:
+    """A long prompt goes wrong where short ones do not: its positions, a window, or the room."""
+    found = read(bench.model, LONGEST, ["logits"])["logits"]
+    what = f"of {len(LONGEST)} tokens"
+    bench.check(found, bench.references.longest, "logits", what)
 
 
 def test_layout(bench: Bench) -> None:
@@ -601,6 +632,24 @@ def test_skip(bench: Bench) -> None:
         model.skip_layer(middle, skip_with=other)
         replaced = model.logits.save()
     _assert_method(bench, "skip_with", replaced)
+    # What the inner blocks leave in the cache shows one step later.
+    assert torch.equal(_step_after_skip(bench, True), _step_after_skip(bench, False))
+
+
+def _step_after_skip(bench: Bench, by_hand: bool) -> Tensor:
+    """The last logits of a generation in which the prompt skipped the first blocks."""
+    model, middle = bench.model, bench.middle
+    with model.decode(PROMPTS[SHORT], max_new_tokens=2) as tracer:
+        found = saved([])
+        for step in tracer.iter[0:2]:
+            if step == 0 and by_hand:
+                stream = copied(model.layers[0].layer_input)
+                for i in range(middle + 1):
+                    model.layers[i].layer_output = stream
+            elif step == 0:
+                model.skip_layers(0, middle)
+            found.append(copied(model.logits[:, -1:]))
+    return torch.cat(list(found), 1)
 
 
 def test_steer(bench: Bench) -> None:
@@ -641,7 +690,9 @@ def test_closest_tokens(bench: Bench) -> None:
 
 def _assert_tokens(bench: Bench, found: dict[str, float], probs: Tensor) -> None:
     values, ids = probs.topk(len(found))
-    texts = [bench.model.tokenizer.decode([token]) for token in ids.tolist()]
+    tokenizer = bench.model.tokenizer
+    decode = str if tokenizer is None else lambda token: tokenizer.decode([token])
+    texts = [decode(token) for token in ids.tolist()]
     # Bytes that are no text of their own are told apart by their id.
     named = [
         f"{text}<{token}>" if text in texts[:i] else text
@@ -670,8 +721,9 @@ def test_require(bench: Bench) -> None:
         for key, reason in refused.items():
             assert key in str(error.value)
             assert reason in str(error.value)
-    with pytest.raises(KeyError):
-        bench.model.require("layers.*.layer_outptu")
+    for name in ("layers.*.layer_outptu", "logist"):
+        with pytest.raises(KeyError):
+            bench.model.require(name)
 
 
 # -- several prompts -------------------------------------------------------------------------------
@@ -716,6 +768,23 @@ def test_together(bench: Bench, order: tuple[int, ...]) -> None:
 
 def _own(alone: Any, found: Any, key: str) -> Any:
     return _last(found, alone, key) if isinstance(found, Tensor) else alone
+
+
+# An engine may tell that the loop was cut short.
+@pytest.mark.filterwarnings("ignore:.*was never reached:UserWarning")
+def test_end_token(bench: Bench) -> None:
+    """A generation goes on after an end token of the checkpoint's generation config."""
+    model = bench.model
+    config = json.loads((build(bench.subject.recipe) / "generation_config.json").read_text())
+    ends = config["eos_token_id"]
+    end = ends[0] if isinstance(ends, list) else ends
+    with model.decode(PROMPTS[SHORT], max_new_tokens=3) as tracer:
+        found = saved([])
+        for step in tracer.iter[0:3]:
+            if step == 1:
+                model.logits[:, -1, end] = 1e4
+            found.append(copied(model.logits))
+    assert len(found) == 2, f"{len(found)} steps, of which the second chose an end token"
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0)], ids=str)
@@ -782,6 +851,38 @@ def test_out_of_order(bench: Bench) -> None:
     keys = [f"layers.{last}.layer_output", "layers.0.layer_output"]
     with pytest.raises(OutOfOrder):
         read(model, PROMPTS[SHORT], keys)
+    _assert_usable(bench)
+
+
+def test_late_edit(bench: Bench) -> None:
+    """An edit in place of a value that the model has run past is lost without a word."""
+    model, last = bench.model, bench.layers - 1
+    with pytest.raises(OutOfOrder), model.prefill(PROMPTS[SHORT]):  # noqa: PT012, one block
+        stream = model.layers[0].layer_output
+        model.layers[last].layer_output.save()
+        stream[:] = 0
+        model.logits.save()
+    _assert_usable(bench)
+
+
+def test_wrong_dtype(bench: Bench) -> None:
+    """A write of another dtype, or of no tensor, is taken, or is refused by another error."""
+    model = bench.model
+    size = (1, len(PROMPTS[SHORT]), model.hidden_size)
+    for wrong in (torch.zeros(size, dtype=torch.float16), 0.0):
+        with pytest.raises(TypeError), model.prefill(PROMPTS[SHORT]):
+            model.layers[0].layer_output = wrong
+    _assert_usable(bench)
+
+
+def test_no_prompt(bench: Bench) -> None:
+    """A prompt that is empty, or has an id that is not in the vocabulary, is run."""
+    model = bench.model
+    for prompt in ([], [5, model.vocab_size], [5, -1]):
+        with pytest.raises(ValueError):  # noqa: PT011, the message is the engine's own
+            model.encode(prompt)
+        with pytest.raises(ValueError), model.prefill(prompt):  # noqa: PT011
+            model.logits.save()
     _assert_usable(bench)
 
 

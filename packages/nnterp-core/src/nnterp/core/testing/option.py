@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -17,8 +18,10 @@ def add_option(parser: pytest.Parser) -> None:
     Args:
         parser: pytest's.
     """
-    parser.getgroup("nnterp").addoption(
-        "--conformance-report",
-        metavar="FILE",
-        help="write what each checkpoint serves on each engine, and how closely, as JSON",
-    )
+    # Another conftest may have declared it.
+    with contextlib.suppress(ValueError):
+        parser.getgroup("nnterp").addoption(
+            "--conformance-report",
+            metavar="FILE",
+            help="write what each checkpoint serves on each engine, and how closely, as JSON",
+        )

@@ -40,8 +40,8 @@ kept shows its changes line by line::
         decode      why it is not served on decode steps; not there where it is
         writable    whether it can be written; null if no test of this run tried
         error       the largest error of a row as it was read, of its magnitude, against the
-                    reference with the patch of the known fault; null if no test measured it; the text
-                    "inf" if no number says it: another shape, or it cannot be read
+                    reference with the patch of the known fault; null if no test measured it; the
+                    text "inf" if no number says it: another shape, or it cannot be read
         where       the block and the prompt of that error; null if there is none
         bound       how large it may be
 """
@@ -61,6 +61,7 @@ import pytest
 from nnterp.core import VOCABULARY
 from nnterp.core._vocabulary import MIXTURE
 from nnterp.core.faults import Missing
+from nnterp.core.testing import _rewriting  # noqa: F401, before what it rewrites
 from nnterp.core.testing.adapters import Adapter, Subject, subjects
 from nnterp.core.testing.bench import Bench, Worst
 from nnterp.core.testing.cases import PROMPTS

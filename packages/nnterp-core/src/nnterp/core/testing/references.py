@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nnterp.core.testing import cases as cases_module
 from nnterp.core.testing import oracle as oracle_module
-from nnterp.core.testing.cases import PROMPTS, STEPS, Case, Change
+from nnterp.core.testing.cases import LONGEST, PROMPTS, STEPS, Case, Change
 from nnterp.core.testing.checkpoints import EOS, Recipe
 from nnterp.core.testing.oracle import Edit, Oracle, Record
 
@@ -47,11 +47,13 @@ class References:
         records: every value of every prompt, on the prompt and on the decode steps.
         edited: the logits of every case.
         idle: edits that change no logits in this model, by their case's name.
+        longest: the logits of the longest prompt.
     """
 
     records: Mapping[str, Record]
     edited: Mapping[str, Edited]
     idle: tuple[str, ...]
+    longest: Tensor
 
 
 def references(path: Path, recipe: Recipe, patch: str | None = None) -> References:
@@ -142,6 +144,7 @@ def _answers(oracle: Oracle, recipe: Recipe) -> dict[str, Any]:
             for name, case in planned.items()
         ],
         "idle": idle,
+        "longest": oracle.run(LONGEST, 0).get("logits"),
     }
 
 
@@ -164,4 +167,5 @@ def _unpacked(content: dict[str, Any]) -> References:
         },
         edited=edited,
         idle=tuple(content["idle"]),
+        longest=content["longest"],
     )
