@@ -124,7 +124,8 @@ class StandardModel(Protocol):
         Ids are taken as they are; text becomes ids once.
 
         Raises:
-            ValueError: the prompt is empty, or this model cannot run it.
+            ValueError: the prompt is empty, has an id that is not in the vocabulary, or is longer
+                than the model takes.
         """
         ...
 
@@ -148,7 +149,8 @@ class StandardModel(Protocol):
 
         Args:
             *prompt: as for ``prefill``.
-            max_new_tokens: the number of steps; an end token of the checkpoint ends it before.
+            max_new_tokens: the number of steps; an end token of the checkpoint's generation config
+                ends it before.
             **kwargs: options of the engine's own.
 
         Returns:
@@ -266,7 +268,8 @@ class StandardModel(Protocol):
 
         Returns:
             text to probability, the most likely first. The text is the tokenizer's ``decode`` of
-            the token alone; where an earlier token of the dict has it, it is ``text<id>``.
+            the token alone, without a tokenizer the id; where an earlier token of the dict has the
+            same, it is ``text<id>``.
         """
         ...
 
