@@ -66,7 +66,7 @@ def test_both_engines_agree(checkpoint: Callable[..., str], name: str) -> None:
     ):
         assert value in first_words
     assert "Not on vLLM: attention_mask: a vLLM request is one unpadded sequence" in ran.stdout
-    assert "All 42 values agree within 1e-04 of their rows." in ran.stdout
+    assert "All 48 values agree within 1e-04 of their rows." in ran.stdout
     # Three prompts: five tokens each, and the lens at each of three blocks.
     assert sum(line.rstrip()[-6:-4] == "0." for line in ran.stdout.splitlines()) == 24
 

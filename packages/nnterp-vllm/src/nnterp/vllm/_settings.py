@@ -20,7 +20,7 @@ def only(model: Any, **settings: Any) -> None:
         given = getattr(config, name, taken)
         if (given or None) != (taken or None):
             raise ValueError(
-                f"this checkpoint has {name}={given!r}, and vLLM computes {config.model_type} as if "
-                f"it were {taken!r}, so no value would be the checkpoint's own; load it with "
-                f"engine='hf'"
+                f"this checkpoint has {name}={given!r}, and vLLM computes {config.model_type} "
+                f"as if it were {taken!r}, so no value would be the checkpoint's own; load it "
+                f"with engine='hf'"
             )
