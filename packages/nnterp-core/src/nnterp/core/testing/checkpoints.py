@@ -481,12 +481,12 @@ RECIPES: dict[str, Recipe] = _recipes(
     Recipe(
         name="cohere2",
         model_type="cohere2",
-        config=_COHERE | {"layer_types": _SLIDING_FIRST, "sliding_window": 64},
-        window=64,
+        config=_COHERE | {"layer_types": _SLIDING_FIRST, "sliding_window": MAX_POSITIONS},
+        window=MAX_POSITIONS,
         embedding_std=0.2,
         reference=Reference(middle=None),
         tags=frozenset({"groups", "logit_scale", "no_rotary", "parallel", "tied", "window"}),
-        note="The window is longer than most prompts.",
+        note="The window is longer than every prompt.",
     ),
     Recipe(
         name="cohere2_window",
