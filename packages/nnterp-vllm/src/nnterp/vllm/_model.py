@@ -63,6 +63,7 @@ _REFUSED: dict[str, str] = {
     "enable_chunked_prefill": "a block would see its prompt in pieces",
     "enable_prefix_caching": "a plain request would read the cache that an edited one wrote",
     "speculative_config": "a draft's tokens pass the model beside the request's own",
+    "async_scheduling": "a step that is scheduled ahead is run past an end token, and seen",
     "quantization": "no value was measured on quantised weights in vLLM; load plain ones",
 }
 
@@ -315,6 +316,8 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
         kwargs = dict(kwargs)
         if not has_tokenizer(kwargs.get("tokenizer") or repo_id):
             kwargs.setdefault("skip_tokenizer_init", True)
+        # vLLM's own choice on a GPU.
+        kwargs.setdefault("async_scheduling", False)
         if not current_platform.is_cpu():
             return kwargs
         if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
