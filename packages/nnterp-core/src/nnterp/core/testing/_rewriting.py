@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
-pytest.register_assert_rewrite(
-    *(f"nnterp.core.testing.{name}" for name in ("bench", "cases", "conformance", "tolerance"))
-)
+_NAMES = [f"nnterp.core.testing.{name}" for name in ("bench", "cases", "conformance", "tolerance")]
+
+# pytest warns of what it comes too late for.
+pytest.register_assert_rewrite(*(name for name in _NAMES if name not in sys.modules))
