@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
@@ -107,3 +108,26 @@ def only(checkpoint: Callable[..., str]) -> Iterator[Callable[..., Any]]:
 
     yield ask
     close()
+
+
+def _torch_state() -> tuple[str, ...] | None:
+    """What torch keeps for a thread, and every operation in it obeys."""
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "_C"):
+        return None
+    return (
+        f"gradients {torch.is_grad_enabled()}",
+        f"inference mode {torch.is_inference_mode_enabled()}",
+        f"included {torch._C._dispatch_tls_local_include_set()}",
+        f"excluded {torch._C._dispatch_tls_local_exclude_set()}",
+    )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """A test leaves torch as it found it: those after it would fail without a cause of theirs."""
+    before = _torch_state()
+    result = yield
+    after = _torch_state()
+    assert before is None or before == after, "the test left torch's state of the thread changed"
+    return result

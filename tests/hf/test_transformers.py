@@ -548,12 +548,18 @@ def compiled(path, how):
         loaded.compile(backend="eager")
     elif how == "a block":
         loaded.model.layers[0] = torch.compile(loaded.model.layers[0], backend="eager")
+    elif how == "a forward":
+        part = loaded.model.layers[0]
+        part.forward = torch.compile(part.forward, backend="eager")
     else:
         loaded.model.layers[0].compile(backend="eager")
     return loaded
 
 
-@pytest.mark.parametrize("how", ["whole", "whole, in place", "a block", "a block, in place"])
+COMPILED = ["whole", "whole, in place", "a block", "a block, in place", "a forward"]
+
+
+@pytest.mark.parametrize("how", COMPILED)
 def test_a_compiled_module_works_or_is_refused(single, model, how):
     """An edit that is silently dropped is what this was reported as."""
     path, oracle = single
@@ -574,6 +580,33 @@ def test_a_compiled_module_works_or_is_refused(single, model, how):
             edited = found.logits.save()
     assert_close(kept, record.get("layers.0.layer_output"), BOUND, "what was read")
     assert_close(edited, expected.get("logits"), BOUND, "what was edited")
+
+
+@pytest.mark.parametrize("how", ["call", "forward"])
+def test_in_a_trace_what_was_compiled_later_runs_as_it_is_written(single, model, how):
+    """A compiler that follows a block leaves the thread's autograd state behind now and then."""
+    path, oracle = single
+    found = StandardizedTransformer(path, tokenizer=model.tokenizer, dispatch=True)
+    compiled_frames = []
+
+    def backend(graph, inputs):
+        compiled_frames.append(graph)
+        return graph.forward
+
+    module = found._module
+    if how == "call":
+        module.compile(backend=backend)
+    else:
+        module.forward = torch.compile(module.forward, backend=backend)
+    with found.prefill(P):
+        found.layers[0].layer_output[:] = 0
+        edited = found.logits.save()
+    expected = oracle.edited(P, [Edit("layers.0.layer_output", lambda x: x * 0)])
+    assert_close(edited, expected.get("logits"), BOUND, "what was edited")
+    assert not compiled_frames
+    with torch.no_grad():
+        module(torch.tensor([P]))
+    assert compiled_frames, "outside of a trace it runs compiled"
 
 
 # -- order -----------------------------------------------------------------------------------------

@@ -202,12 +202,32 @@ def _refuse_wrapped(module: Module) -> None:
             f"{type(module).__name__} wraps the model, and has other names for its modules; load "
             f"the checkpoint with peft=<the adapter's folder>, or pass merge_and_unload() of it"
         )
-    wrapped = [name for name, part in module.named_modules() if isinstance(part, OptimizedModule)]
-    if wrapped:
-        raise ValueError(
-            f"torch.compile() wrapped {', '.join(wrapped) or 'the model'}; pass the model without "
-            f"it, or compile in place with .compile()"
-        )
+    for name, part in module.named_modules():
+        if isinstance(part, OptimizedModule) or _has_compiled_forward(part):
+            raise ValueError(
+                f"torch.compile() wrapped {name or 'the model'}, or its forward; pass the model "
+                f"without it, or compile in place with .compile()"
+            )
+
+
+def _has_compiled_forward(module: Module) -> bool:
+    return hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+
+
+def _is_compiled(module: Module) -> bool:
+    return module._compiled_call_impl is not None or _has_compiled_forward(module)
+
+
+def _uncompiled(module: Module) -> contextlib.AbstractContextManager[Any]:
+    """Runs what is compiled in ``module`` as it is written.
+
+    A compiler that follows a forward into a block, and from one block into another, may leave
+    the thread's autograd state behind: an edit is then not noticed.
+    """
+    if any(map(_is_compiled, module.modules())):
+        stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+        return stance
+    return contextlib.nullcontext()
 
 
 # Whose linear maps alone are others, at the same places: a value is what enters or leaves them.
@@ -544,7 +564,8 @@ class StandardizedTransformer(Standardized, TransformersModel, StandardModel):
     def interleave(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
         blocks = list(self.interleaver.mediators)
         try:
-            result = super().interleave(fn, *args, **kwargs)
+            with _uncompiled(self._module):
+                result = super().interleave(fn, *args, **kwargs)
         except OutOfOrderError as error:
             raise error if isinstance(error, OutOfOrder) else _ours(error) from None
         for mediator in blocks:
