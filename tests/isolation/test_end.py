@@ -17,12 +17,15 @@ pytestmark = pytest.mark.slow
 
 # What every script starts with; `here` tells which processes there are besides this one.
 START = """
-import asyncio, os, sys, time
+import asyncio, os, signal, sys, time
 import torch
 from nnterp.core.testing import build
 from nnterp.vllm import StandardizedVLLM
 
 P = [5, 17, 250, 9, 33]
+
+# Where the tests are a shell's background job, an interruption is ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def load(**options):
     return StandardizedVLLM(
