@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
@@ -35,7 +36,25 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         return None
     from nnterp.core.testing.plugin import scheduler
 
+    # Whoever collects has put the groups in order, the long ones first.
+    config.option.loadscopereorder = False
     return scheduler(config, log)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """In a worker: the longest group first, so that the last ones to end are short."""
+    if not hasattr(config, "workerinput"):
+        return
+    from nnterp.core.testing.plugin import group_of
+
+    groups = [group_of(item.nodeid) for item in items]
+    seconds: dict[str, float] = defaultdict(float)
+    for group, item in zip(groups, items, strict=True):
+        # What such tests take about, on two cores.
+        seconds[group] += 15.0 if item.get_closest_marker("slow") else 0.03
+    places = sorted(range(len(items)), key=lambda i: -seconds[groups[i]])
+    items[:] = [items[i] for i in places]
 
 
 @contextmanager

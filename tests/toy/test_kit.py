@@ -113,7 +113,12 @@ def failed(ran: Any, label: str) -> set[str]:
 # -- what passes -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("label", ["llama-toy", "mistral-toy"])
+def spaced(label: str) -> str:
+    """As an id that names no recipe, so that these tests share a process and its one run."""
+    return label.replace("-", " ")
+
+
+@pytest.mark.parametrize("label", ["llama-toy", "mistral-toy"], ids=spaced)
 def test_an_engine_in_plain_torch_passes(everything: Any, label: str) -> None:
     subject = everything.report["subjects"][label]
     assert subject["tests"]["failed_ids"] == [], everything.told
@@ -160,7 +165,7 @@ def test_a_family_and_a_checkpoint_from_outside_pass(everything: Any) -> None:
 # -- what fails ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("label", FAILS)
+@pytest.mark.parametrize("label", FAILS, ids=spaced)
 def test_what_is_wrong_fails_its_tests_and_no_others(everything: Any, label: str) -> None:
     assert failed(everything, label) == FAILS[label]
 
