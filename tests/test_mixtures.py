@@ -173,7 +173,7 @@ def test_settings_that_vllm_leaves_out(name, setting, value):
     recipe = RECIPES[name]
     changed = replace(recipe, name=f"{name}_{setting}", config={**recipe.config, setting: value})
     with pytest.raises(ValueError, match=rf"{setting}={value}.*engine='hf'"):
-        StandardizedVLLM(str(build(changed)), dtype="float32")
+        StandardizedVLLM(str(build(changed)), dtype="float32", dispatch=True)
 
 
 @pytest.mark.parametrize("name", ["qwen2_moe", "deepseek_v2"])

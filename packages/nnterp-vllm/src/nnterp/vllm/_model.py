@@ -233,6 +233,8 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
                     }
                 ),
             }
+            # An engine is started for nothing that is refused.
+            dispatch = kwargs.pop("dispatch", False)
         self.__dict__["_WORKER_CLS"] = _runner.worker_path()
         self.__dict__["_tensor_parallel"] = kwargs.get("tensor_parallel_size") or 1
         super().__init__(
@@ -253,6 +255,8 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
                 self._check_blocks()
             if (check := getattr(self.family, "check", None)) is not None:
                 check(self)
+            if isinstance(repo_id, str) and dispatch:
+                self.dispatch()
         except BaseException:
             self.close()
             raise
