@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,8 +63,12 @@ class VLLM:
     def load(self, path: Path, **options: Any) -> Any:
         import torch
 
+        imported = "nnterp.vllm" in sys.modules
         from nnterp.vllm import StandardizedVLLM
 
+        if not imported:
+            # vLLM collects garbage at each start and end of an engine; what was imported is none.
+            gc.freeze()
         settings = {"dtype": "float32", "max_model_len": 256, "dispatch": True}
         if torch.cuda.is_available():
             # Several engines share the device.

@@ -48,6 +48,7 @@ kept shows its changes line by line::
 
 from __future__ import annotations
 
+import atexit
 import gc
 import inspect
 import sys
@@ -278,7 +279,10 @@ class Plugin:
         return report
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        gc.unfreeze()  # Let the interpreter end as usual.
+        # What is left of engines goes now; whoever collects at the end has little to go through.
+        gc.collect()
+        gc.freeze()
+        atexit.register(gc.unfreeze)  # The interpreter ends as usual.
         # Under pytest-xdist every worker has a plugin too, and hands its part to the controller's.
         output: dict[str, Any] | None = getattr(session.config, "workeroutput", None)
         if output is not None:
