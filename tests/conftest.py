@@ -139,6 +139,7 @@ def _torch_state() -> tuple[str, ...] | None:
         f"inference mode {torch.is_inference_mode_enabled()}",
         f"included {torch._C._dispatch_tls_local_include_set()}",
         f"excluded {torch._C._dispatch_tls_local_exclude_set()}",
+        f"compiler {torch._C._dynamo.eval_frame.get_eval_frame_callback()}",
     )
 
 

@@ -69,6 +69,7 @@ class VLLM:
         if not imported:
             # vLLM collects garbage at each start and end of an engine; what was imported is none.
             gc.freeze()
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # whatever ran in this process before
         settings = {"dtype": "float32", "max_model_len": 256, "dispatch": True}
         if torch.cuda.is_available():
             # Several engines share the device.

@@ -14,6 +14,8 @@ from nnterp.core.equivalence import Spec, compare
 
 from .conftest import IDS, shared_by_both
 
+pytestmark = pytest.mark.slow
+
 FLOAT32 = {"dtype": "float32"}
 VLLM = {**FLOAT32, "max_model_len": 256}
 

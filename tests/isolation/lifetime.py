@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from typing import Any
+from unittest import mock
 
 import psutil
 import torch
@@ -66,7 +67,11 @@ def live(count: int, settle: int, report: Any = None) -> tuple[dict[str, float],
     Returns:
         The growth by process, and how many requests the worker still holds.
     """
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    with mock.patch.dict(os.environ, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}):
+        return _live(count, settle, report)
+
+
+def _live(count: int, settle: int, report: Any) -> tuple[dict[str, float], int]:
     from vllm import envs
 
     from nnterp.vllm import StandardizedVLLM
