@@ -27,6 +27,8 @@ from nnterp.core.testing.bench import Bench
 from nnterp.core.testing.references import references
 from nnterp.core.tracing import Attention, Layer, Lens, Site, Value
 
+pytestmark = pytest.mark.slow
+
 DENSE = [name for name in VOCABULARY if name not in MIXTURE]
 
 # -- every test on one model -----------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from typing import Any
-from unittest import mock
 
 import psutil
 import torch
@@ -67,8 +66,15 @@ def live(count: int, settle: int, report: Any = None) -> tuple[dict[str, float],
     Returns:
         The growth by process, and how many requests the worker still holds.
     """
-    with mock.patch.dict(os.environ, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}):
+    mode = "VLLM_ENABLE_V1_MULTIPROCESSING"
+    before = os.environ.get(mode)
+    os.environ[mode] = "1"
+    try:
         return _live(count, settle, report)
+    finally:
+        os.environ.pop(mode)
+        if before is not None:
+            os.environ[mode] = before
 
 
 def _live(count: int, settle: int, report: Any) -> tuple[dict[str, float], int]:
