@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections import defaultdict
@@ -141,6 +142,17 @@ def _torch_state() -> tuple[str, ...] | None:
         f"excluded {torch._C._dispatch_tls_local_exclude_set()}",
         f"compiler {torch._C._dynamo.eval_frame.get_eval_frame_callback()}",
     )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """What is there by now is no garbage: vLLM looks for some nine times while an engine starts.
+
+    At its end it lets go of what was put aside, and looks through all of it.
+    """
+    if "torch" in sys.modules and not gc.get_freeze_count():
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -197,10 +197,6 @@ class Plugin:
     def opened(self, subject: Subject, selected: Sequence[Subject | None]) -> Iterator[Bench]:
         """The subject's model, loaded, beside the oracle's answers; closed at the end."""
         self._prepare(subject.group, selected)
-        if not gc.get_freeze_count():
-            # An engine may have undone it at its end, as vLLM does.
-            gc.collect()
-            gc.freeze()
         bench = Bench(subject, subject.adapter.load(build(subject.recipe)), self.answers(subject))
         try:
             if self.peer_of(subject) is None:
