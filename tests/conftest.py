@@ -144,15 +144,29 @@ def _torch_state() -> tuple[str, ...] | None:
     )
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """What is there by now is no garbage: vLLM looks for some nine times while an engine starts.
+class _Collector:
+    """Puts aside what is no garbage: vLLM looks for some nine times while an engine starts.
 
-    At its end it lets go of what was put aside, and looks through all of it.
+    At its end it lets go of what was put aside and looks through all of it, which shows here.
     """
-    if "torch" in sys.modules and not gc.get_freeze_count():
-        gc.collect()
-        gc.freeze()
+
+    def __init__(self) -> None:
+        self.looked_through_all = True
+        gc.callbacks.append(self._collected)
+
+    def _collected(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "stop" and info["generation"] == 2:
+            self.looked_through_all = True
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        if self.looked_through_all:
+            gc.freeze()
+            self.looked_through_all = False
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(_Collector(), "nnterp-collector")
 
 
 @pytest.hookimpl(wrapper=True)
