@@ -9,7 +9,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_memory_stays_flat():
-    grown, left = lifetime.live(1000, settle=500)
+    grown, left = lifetime.live(1500, settle=700)
     assert left == 0
     assert len(grown) >= 3, grown
     assert max(grown.values()) < 20, grown
