@@ -70,7 +70,9 @@ class VLLM:
             # vLLM collects garbage at each start and end of an engine; what was imported is none.
             gc.freeze()
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # whatever ran in this process before
-        settings = {"dtype": "float32", "max_model_len": 256, "dispatch": True}
+        settings: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "dispatch": True}
+        # Room for the prompts here: a CPU engine fills its cache with zeros, 1 GiB in 1.5 s.
+        settings["kv_cache_memory_bytes"] = 2**26
         if torch.cuda.is_available():
             # Several engines share the device.
             settings |= {"kv_cache_memory_bytes": 2**30, "gpu_memory_utilization": 0.05}

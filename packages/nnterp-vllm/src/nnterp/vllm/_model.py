@@ -435,7 +435,9 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
                 core.shutdown()
             return
         core.shutdown()
-        cleanup_dist_env_and_memory()
+        if torch.distributed.is_initialized():
+            # A vLLM whose engine core leaves its groups to whoever made it.
+            cleanup_dist_env_and_memory()
 
     def __enter__(self) -> StandardizedVLLM:
         return self

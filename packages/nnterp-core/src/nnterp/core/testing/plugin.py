@@ -51,8 +51,9 @@ from __future__ import annotations
 import atexit
 import gc
 import inspect
+import re
 import sys
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -68,7 +69,7 @@ from nnterp.core.testing.bench import Bench, Worst
 from nnterp.core.testing.cases import PROMPTS
 from nnterp.core.testing.checkpoints import RECIPES, Recipe, build
 from nnterp.core.testing.faults import Fault, Known
-from nnterp.core.testing.references import References, references
+from nnterp.core.testing.references import References, prepared, references
 from nnterp.core.testing.report import Facts, Findings, facts, option
 
 NOTHING_KNOWN = Known()
@@ -140,12 +141,14 @@ class Plugin:
             self._parametrize(metafunc, "bench", chosen, "session")
             return
         values = metafunc.definition.get_closest_marker("values")
+        may_be_asked_for = _asked_for(metafunc)
         pairs = [
-            pytest.param(name, one, id=f"{name}-{one.label}")
+            pytest.param(name, one, id=label)
             for name in (VOCABULARY if values is None else values.args)
             for one in chosen
             # What a dense model has not is the subject of one test of its own.
-            if one.sparse or name not in MIXTURE
+            if (one.sparse or name not in MIXTURE)
+            and may_be_asked_for(label := f"{name}-{one.label}")
         ]
         metafunc.parametrize("name, bench", pairs, indirect=["bench"], scope="session")
 
@@ -159,6 +162,8 @@ class Plugin:
         if not chosen:
             # pytest makes a skipped test of it, which is taken out again and named in the report.
             self.idle[metafunc.definition.nodeid] = metafunc.definition.name
+        may_be_asked_for = _asked_for(metafunc)
+        chosen = [one for one in chosen if may_be_asked_for(one.label)]
         labels = [one.label for one in chosen]
         metafunc.parametrize(name, chosen, ids=labels, indirect=True, scope=scope)
 
@@ -209,9 +214,11 @@ class Plugin:
 
     def answers(self, subject: Subject) -> References:
         """What the subject is held to."""
+        return references(build(subject.recipe), subject.recipe, self._patch(subject))
+
+    def _patch(self, subject: Subject) -> str | None:
         fault = self.known.fault(subject)
-        patch = None if fault is None else fault.patch
-        return references(build(subject.recipe), subject.recipe, patch)
+        return None if fault is None else fault.patch
 
     def _prepare(self, group: str, selected: Sequence[Subject | None]) -> None:
         """Everything of a group that needs transformers' own classes, before any engine runs.
@@ -226,8 +233,9 @@ class Plugin:
         gc.freeze()
         chosen = {one: None for one in selected if one is not None and one.group == group}
         for subject in chosen:
-            self.answers(subject)
-            references(build(subject.recipe), subject.recipe)
+            path = build(subject.recipe)
+            for patch in {None, self._patch(subject)}:
+                prepared(path, subject.recipe, patch)
         for subject in chosen:
             peer = self.peer_of(subject)
             if peer is not None and peer not in chosen and subject.recipe.name not in self.peers:
@@ -366,6 +374,23 @@ def _subject(item: Any) -> Subject | None:
     parameters: dict[str, Any] = getattr(getattr(item, "callspec", None), "params", {})
     subject = parameters.get("bench", parameters.get("missing"))
     return subject if isinstance(subject, Subject) else None
+
+
+def _asked_for(metafunc: pytest.Metafunc) -> Callable[[str], bool]:
+    """Whether ``-k`` may select a test by its parameter's id; pytest decides.
+
+    The ten thousand tests that it does not select would take longer than those that it does.
+    """
+    words = set(re.findall(r"[^\s()]+", metafunc.config.getoption("keyword").lower()))
+    others = [str(word).lower() for word in metafunc.definition.keywords]
+    parts = words - {"and", "or"}
+    if (
+        "not" in words
+        or next(metafunc.definition.iter_markers("parametrize"), None) is not None
+        or any(word in other for word in parts for other in others)
+    ):
+        return lambda label: True
+    return lambda label: not parts or any(word in label.lower() for word in parts)
 
 
 def _is_ours(item: Any) -> bool:

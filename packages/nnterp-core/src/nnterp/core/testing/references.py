@@ -9,6 +9,7 @@ import json
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -67,14 +68,20 @@ def references(path: Path, recipe: Recipe, patch: str | None = None) -> Referenc
         recipe: its recipe.
         patch: the oracle's patch.
     """
+    return _unpacked(torch.load(prepared(path, recipe, patch), weights_only=True))
+
+
+def prepared(path: Path, recipe: Recipe, patch: str | None = None) -> Path:
+    """The file of :func:`references`, made if need be, and not read."""
     file = path.with_name(f"{path.name}.{patch or 'plain'}-{_fingerprint(recipe)}.pt")
     if not file.is_file():
         with filelock.FileLock(file.with_suffix(".lock")):
             if not file.is_file():
                 _write(file, _computed(path, recipe, patch))
-    return _unpacked(torch.load(file, weights_only=True))
+    return file
 
 
+@cache
 def _fingerprint(recipe: Recipe) -> str:
     """What the answers depend on, but for the checkpoint, whose folder has its own."""
     versions = [importlib.metadata.version(name) for name in ("torch", "transformers")]

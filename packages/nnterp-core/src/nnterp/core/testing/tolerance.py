@@ -74,11 +74,14 @@ def worst_row(actual: Tensor, expected: Tensor) -> WorstRow:
         difference = (rows_a != rows_e).double().amax(-1)
         scale = torch.zeros_like(difference)
         error = torch.where(difference == 0, 0.0, torch.inf)
-    worst = int(error.argmax())
-    place = torch.unravel_index(torch.tensor(worst), lead) if lead else ()
+    worst = rest = int(error.argmax())
+    place: list[int] = []
+    for length in reversed(lead):
+        rest, at = divmod(rest, length)
+        place.insert(0, at)
     return WorstRow(
         error=float(error[worst]),
-        index=tuple(int(axis) for axis in place),
+        index=tuple(place),
         difference=float(difference[worst]),
         scale=float(scale[worst]),
     )
