@@ -20,8 +20,8 @@ os.environ.setdefault("DO_NOT_TRACK", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-# A million objects are imported and stay; to look for garbage in them at every seven hundredth takes
-# as long as a third of the imports.
+# A million objects are imported and stay. Looking for garbage in them whenever seven hundred are
+# new takes a third of the imports' time.
 gc.set_threshold(20_000, 10, 10)
 
 # A test that opens a vLLM engine in its own process says so by this.
