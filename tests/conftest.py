@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import sys
@@ -157,6 +158,7 @@ class _Collector:
     def __init__(self) -> None:
         self.looked_through_all = True
         gc.callbacks.append(self._collected)
+        atexit.register(gc.unfreeze)  # What the interpreter does not free, Triton calls leaked.
 
     def _collected(self, phase: str, info: dict[str, int]) -> None:
         if phase == "stop" and info["generation"] == 2:

@@ -82,14 +82,17 @@ class VLLM:
         model.close()
 
 
+def pytest_collection_finish() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+
+
 ENGINES = (Transformers(), Transformers("sdpa"), VLLM())
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    import torch
-
     from nnterp.core.testing.faults import known
     from nnterp.core.testing.plugin import install
 
-    torch.set_num_threads(1)
     install(config, ENGINES, known=known())

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from nnterp.core.testing.plugin import scopes_of
+
 pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
@@ -220,3 +222,33 @@ def test_a_missing_test_is_refused(tmp_path: Path) -> None:
     ran = run(tmp_path, "careless", "--collect-only", tests=without)
     assert ran.code == pytest.ExitCode.USAGE_ERROR
     assert "not all of them as they are there: test_pattern, test_lens" in ran.told
+
+
+def collected(folder: Path, *arguments: str) -> set[str]:
+    ran = run(folder, "everything", "--collect-only", *arguments)
+    assert ran.code == 0, ran.told
+    return set(re.findall(r"::(test_\S+?(?:\[.*\])?)$", ran.told, re.MULTILINE))
+
+
+def test_k_selects_of_all_that_there_is(tmp_path: Path) -> None:
+    # Tests that it does not select are not made, where its words tell.
+    tests = collected(tmp_path)
+    assert len(tests) > 500
+    both = {test for test in tests if "half" in test and "logits" in test}
+    assert both
+    assert collected(tmp_path, "-k", "HALF and logits") == both
+    either = {test for test in tests if "lens" in test or "mistral-toy" in test}
+    assert collected(tmp_path, "-k", "(test_lens) or mistral-toy") == either
+
+
+def test_a_model_type_is_divided_where_workers_would_idle() -> None:
+    read = [f"test_mine.py::test_read[logits-{name}-vllm]" for name in ("falcon", "falcon_seq")]
+    others = ["test_mine.py::test_lens[llama-vllm]", "test_other.py::test_it[1]"]
+    alone = scopes_of([*read, *read], 2)
+    assert alone == {read[0]: "falcon 0", read[1]: "falcon 1"}
+    assert scopes_of(read, 1) == dict.fromkeys(read, "falcon")
+    assert scopes_of([*read, *others], 3) == {
+        **dict.fromkeys(read, "falcon"),
+        others[0]: "llama",
+        others[1]: "test_other.py",
+    }

@@ -21,7 +21,7 @@ from nnsight.modeling.vllm.fragments import VLLMFragments
 from nnsight.modeling.vllm.interleaver import VLLMInterleaver
 from nnsight.modeling.vllm.model_runners.GPUModelRunner import NNsightGPUModelRunner, Requests
 from nnsight.modeling.vllm.workers.GPUWorker import NNsightGPUWorker
-from nnsight.tracing.tracer import mark
+from nnsight.tracing.tracer import _saves, mark
 from nnsight.util import apply
 from vllm.platforms import current_platform
 
@@ -232,6 +232,8 @@ class StandardRequests(Requests):
         for name in sorted(saved & set(mediator.lcls)):
             value = mediator.lcls[name]
             if current_platform.is_cuda_alike():
+                # nnsight knows what is saved by its address, which another tensor may be given.
+                _saves().discard(id(value))
                 value = mark(apply(value, lambda tensor: tensor.cpu(), torch.Tensor))
                 dict.__setitem__(mediator.lcls, name, value)
             if _travels(value):

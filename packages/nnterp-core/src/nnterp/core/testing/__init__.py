@@ -6,9 +6,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nnterp.core.testing.checkpoints import RECIPES as RECIPES
-    from nnterp.core.testing.checkpoints import Recipe as Recipe
-    from nnterp.core.testing.checkpoints import Reference as Reference
     from nnterp.core.testing.checkpoints import build as build
     from nnterp.core.testing.checkpoints import cache_root as cache_root
     from nnterp.core.testing.checkpoints import smollm2 as smollm2
@@ -16,14 +13,18 @@ if TYPE_CHECKING:
     from nnterp.core.testing.oracle import Edit as Edit
     from nnterp.core.testing.oracle import Oracle as Oracle
     from nnterp.core.testing.oracle import Record as Record
+    from nnterp.core.testing.recipes import RECIPES as RECIPES
+    from nnterp.core.testing.recipes import Recipe as Recipe
+    from nnterp.core.testing.recipes import Reference as Reference
     from nnterp.core.testing.tolerance import WorstRow as WorstRow
     from nnterp.core.testing.tolerance import assert_close as assert_close
     from nnterp.core.testing.tolerance import row_error as row_error
     from nnterp.core.testing.tolerance import worst_row as worst_row
 
 _PLACES = {
-    "checkpoints": ("RECIPES", "Recipe", "Reference", "build", "cache_root", "smollm2"),
+    "checkpoints": ("build", "cache_root", "smollm2"),
     "oracle": ("PATCHES", "Edit", "Oracle", "Record"),
+    "recipes": ("RECIPES", "Recipe", "Reference"),
     "tolerance": ("WorstRow", "assert_close", "row_error", "worst_row"),
 }
 
@@ -46,7 +47,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Each brings in torch or transformers, which whoever needs another part does without.
+    # Most bring in torch or transformers, which whoever needs another part does without.
     for module, names in _PLACES.items():
         if name in names:
             return getattr(importlib.import_module(f"{__name__}.{module}"), name)

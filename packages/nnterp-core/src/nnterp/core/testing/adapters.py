@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from nnterp.core import families
 from nnterp.core.protocols import StandardModel
-from nnterp.core.testing.checkpoints import RECIPES, Recipe
+from nnterp.core.testing.recipes import RECIPES, Recipe
 
 
 class Adapter(Protocol):

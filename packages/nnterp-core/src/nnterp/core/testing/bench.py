@@ -25,6 +25,7 @@ from nnterp.core.reading import (
 from nnterp.core.testing.adapters import Subject
 from nnterp.core.testing.cases import PROMPTS, STEPS
 from nnterp.core.testing.references import References
+from nnterp.core.testing.report import Worst
 from nnterp.core.testing.tolerance import worst_row
 
 BOUND = 1e-5
@@ -77,20 +78,6 @@ def read_steps(
                 values[key] = copied(value_at(model, key))
             found.append(values)
     return [by_expert(values) for values in found]
-
-
-@dataclass
-class Worst:
-    """The largest error that was measured for one value."""
-
-    error: float
-    allowed: float
-    where: str
-
-    @property
-    def share(self) -> float:
-        """How much of what is allowed it takes."""
-        return self.error / self.allowed
 
 
 @dataclass(eq=False)

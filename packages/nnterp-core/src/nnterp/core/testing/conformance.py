@@ -45,8 +45,10 @@ from nnterp.core.testing.cases import (
     perform,
     steering_vector,
 )
-from nnterp.core.testing.checkpoints import RECIPES, build
+from nnterp.core.testing.checkpoints import build
 from nnterp.core.testing.faults import Fault
+from nnterp.core.testing.oracle import PATCHES
+from nnterp.core.testing.recipes import RECIPES
 from nnterp.core.testing.tolerance import worst_row
 
 LONG = "forty"
@@ -956,8 +958,10 @@ def test_missing(missing: tuple[Subject, Missing]) -> None:
 
 
 def test_known_entries(suite: Any) -> None:
-    """An entry of the known faults is of no checkpoint and engine that are tested."""
+    """An entry of the known faults is of no checkpoint and engine that are tested, or its patch is
+    none of the oracle's."""
     assert suite.known.unmatched(suite.subjects) == []
+    assert suite.known.unpatched(PATCHES) == []
 
 
 def test_subjects(suite: Any) -> None:

@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from nnterp.core.testing.checkpoints import RECIPES, Recipe
+from nnterp.core.testing.recipes import RECIPES, Recipe
 
 
 @dataclass(frozen=True)

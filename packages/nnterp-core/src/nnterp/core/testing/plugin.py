@@ -1,5 +1,7 @@
 """The pytest plugin behind the conformance tests: what they run on, in which process and order.
 
+It brings in torch where a test is run: pytest-xdist's controller, which runs none, does without.
+
 A conftest registers it with its engines::
 
     def pytest_configure(config):
@@ -53,10 +55,11 @@ import gc
 import inspect
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import pytest
 
@@ -65,12 +68,13 @@ from nnterp.core._vocabulary import MIXTURE
 from nnterp.core.faults import Missing
 from nnterp.core.testing import _rewriting  # noqa: F401, before what it rewrites
 from nnterp.core.testing.adapters import Adapter, Subject, subjects
-from nnterp.core.testing.bench import Bench, Worst
-from nnterp.core.testing.cases import PROMPTS
-from nnterp.core.testing.checkpoints import RECIPES, Recipe, build
 from nnterp.core.testing.faults import Fault, Known
-from nnterp.core.testing.references import References, prepared, references
-from nnterp.core.testing.report import Facts, Findings, facts, option
+from nnterp.core.testing.recipes import RECIPES, Recipe
+from nnterp.core.testing.report import Facts, Findings, Worst, facts, option
+
+if TYPE_CHECKING:
+    from nnterp.core.testing.bench import Bench
+    from nnterp.core.testing.references import References
 
 NOTHING_KNOWN = Known()
 
@@ -202,7 +206,7 @@ class Plugin:
     def opened(self, subject: Subject, selected: Sequence[Subject | None]) -> Iterator[Bench]:
         """The subject's model, loaded, beside the oracle's answers; closed at the end."""
         self._prepare(subject.group, selected)
-        bench = Bench(subject, subject.adapter.load(build(subject.recipe)), self.answers(subject))
+        bench = self._loaded(subject)
         try:
             if self.peer_of(subject) is None:
                 self.peers[subject.recipe.name] = bench
@@ -212,9 +216,19 @@ class Plugin:
             subject.adapter.close(model)
             del model
 
-    def answers(self, subject: Subject) -> References:
-        """What the subject is held to."""
-        return references(build(subject.recipe), subject.recipe, self._patch(subject))
+    def _loaded(self, subject: Subject) -> Bench:
+        from nnterp.core.testing.bench import Bench
+        from nnterp.core.testing.checkpoints import build
+
+        model = subject.adapter.load(build(subject.recipe))
+        return Bench(subject, model, self.answers(subject, self._patch(subject)))
+
+    def answers(self, subject: Subject, patch: str | None = None) -> References:
+        """What plain transformers computes for a subject, with a patch of the oracle."""
+        from nnterp.core.testing.checkpoints import build
+        from nnterp.core.testing.references import references
+
+        return references(build(subject.recipe), subject.recipe, patch)
 
     def _patch(self, subject: Subject) -> str | None:
         fault = self.known.fault(subject)
@@ -225,6 +239,9 @@ class Plugin:
 
         An engine may change them for the rest of the process, as vLLM does.
         """
+        from nnterp.core.testing.checkpoints import build
+        from nnterp.core.testing.references import prepared
+
         if group in self._prepared:
             return
         self._prepared.add(group)
@@ -242,12 +259,13 @@ class Plugin:
                 self.peers[subject.recipe.name] = self._read_peer(peer)
 
     def _read_peer(self, subject: Subject) -> Bench:
-        model = subject.adapter.load(build(subject.recipe))
-        bench = Bench(subject, model, self.answers(subject))
+        from nnterp.core.testing.cases import PROMPTS
+
+        bench = self._loaded(subject)
         for prompt in PROMPTS:
             bench.prefill(prompt)
         bench.decode("five")
-        bench.model = None
+        model, bench.model = bench.model, None
         subject.adapter.close(model)
         return bench
 
@@ -262,8 +280,8 @@ class Plugin:
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
         yield
-        bench = getattr(item, "funcargs", {}).get("bench")
-        if isinstance(bench, Bench):
+        bench: Bench | None = getattr(item, "funcargs", {}).get("bench")
+        if _is_ours(item) and bench is not None:
             label = bench.subject.label
             for worst in bench.worst.values():
                 entry = (label, worst.error, worst.allowed, worst.where)
@@ -345,16 +363,39 @@ def group_of(test: str) -> str:
     Args:
         test: a test's id, ``"test_conformance.py::test_read[logits-gemma2-vllm]"``.
     """
-    file, _, rest = test.partition("::")
-    _, _, parameters = rest.partition("[")
-    for part in parameters.rstrip("]").split("-"):
-        if part in RECIPES:
-            return RECIPES[part].model_type
-    return file
+    recipe = _recipe_of(test)
+    return test.partition("::")[0] if recipe is None else recipe.model_type
+
+
+def _recipe_of(test: str) -> Recipe | None:
+    _, _, parameters = test.partition("::")[2].partition("[")
+    parts = parameters.rstrip("]").split("-")
+    return next((RECIPES[part] for part in parts if part in RECIPES), None)
+
+
+def scopes_of(tests: Sequence[str], workers: int) -> dict[str, str]:
+    """What runs in one process, for each test: its group, or a part of it.
+
+    Where there are fewer groups than workers, the checkpoints of a model type are divided among
+    the workers, each of which still runs its own engine after engine.
+
+    Args:
+        tests: the tests' ids.
+        workers: how many processes there are.
+    """
+    groups = {test: group_of(test) for test in tests}
+    if len(set(groups.values())) >= workers:
+        return groups
+    places: dict[str, dict[Recipe, int]] = defaultdict(dict)
+    for test, group in groups.items():
+        if (recipe := _recipe_of(test)) is not None:
+            place = places[group].setdefault(recipe, len(places[group]))
+            groups[test] = f"{group} {place % workers}"
+    return groups
 
 
 def scheduler(config: pytest.Config, log: Any) -> Any:
-    """pytest-xdist's scheduler that keeps together what :func:`group_of` does.
+    """pytest-xdist's scheduler that keeps together what :func:`scopes_of` does.
 
     For a ``pytest_xdist_make_scheduler`` of the conftest at the root of the tests. xdist's own
     ``loadgroup`` puts the group into a test's id, which pytest 9.2 does not let it do any more.
@@ -364,8 +405,12 @@ def scheduler(config: pytest.Config, log: Any) -> Any:
     class Grouped(LoadScopeScheduling):
         """Groups by model type."""
 
+        scopes: dict[str, str] | None = None
+
         def _split_scope(self, nodeid: str) -> str:
-            return group_of(nodeid)
+            if self.scopes is None:
+                self.scopes = scopes_of(self.collection, self.numnodes)
+            return self.scopes[nodeid]
 
     return Grouped(config, log)
 
@@ -468,10 +513,9 @@ def fault(request: pytest.FixtureRequest, bench: Bench) -> Fault:
 
 
 @pytest.fixture
-def unpatched(bench: Bench) -> References:
+def unpatched(request: pytest.FixtureRequest, bench: Bench) -> References:
     """What plain transformers computes for the checkpoint."""
-    recipe = bench.subject.recipe
-    return references(build(recipe), recipe)
+    return request.config.stash[_STASH].answers(bench.subject)
 
 
 @pytest.fixture

