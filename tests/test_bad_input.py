@@ -461,6 +461,9 @@ def test_a_lens_on_something_else(model, refused):
     llama = model()
     with refused(llama, WrongShape, "96 wide, not 95"), llama.prefill(P):
         _ = llama.project_on_vocab(torch.zeros(1, 5, 95))
+    for dtype in (torch.bfloat16, torch.float64, torch.int64):
+        with refused(llama, TypeError, f"not {dtype}"), llama.prefill(P):
+            _ = llama.project_on_vocab(torch.zeros(1, 5, 96, dtype=dtype))
     with pytest.raises(WrongShape, match="one distribution"):
         llama.probs_to_dict(torch.ones(2, 304) / 304)
 

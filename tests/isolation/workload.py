@@ -161,7 +161,7 @@ def steers(model, request):
     with model.prefill(list(request.prompt), edits=[]) as tracer:
         model.steer([0, 2], vector, factor=2.0)
         logits = model.logits.save()
-        lens = model.project_on_vocab(logits.new_ones(1, 2, 96)).save()
+        lens = model.project_on_vocab(torch.ones(1, 2, 96)).save()  # as what was saved, on the CPU
     return tracer
 
 

@@ -722,12 +722,14 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
         processor, inside a trace.
 
         Args:
-            hidden: ``[..., hidden]``; the leading dimensions are kept.
+            hidden: ``[..., hidden]``, of the model's dtype; the leading dimensions are kept. What
+                is on the CPU, as everything that was saved, is moved to the weights' device.
 
         Returns:
             ``[..., vocab]``.
 
         Raises:
+            TypeError: ``hidden`` is of another dtype.
             OutsideTrace: no block is running; there are no weights in this process.
             WrongShape: ``hidden`` is not as wide as the residual stream.
         """

@@ -358,11 +358,20 @@ class Standardized(Named):
         """The logit lens: logits of a residual-stream tensor.
 
         Args:
-            hidden: ``[..., hidden]``; the leading dimensions are kept.
+            hidden: ``[..., hidden]``, of the model's dtype; the leading dimensions are kept. It is
+                moved to the weights' device.
 
         Returns:
             ``[..., vocab]``, with the model's softcap and scale.
+
+        Raises:
+            TypeError: ``hidden`` is of another dtype, which an engine would round or misread.
+            WrongShape: ``hidden`` is not as wide as the residual stream.
         """
+        if hidden.dtype != self.dtype:
+            raise TypeError(
+                f"the residual stream is {self.dtype}, not {hidden.dtype}; convert with .to(...)"
+            )
         if hidden.shape[-1] != self.hidden_size:
             raise WrongShape(
                 f"the residual stream is {self.hidden_size} wide, not {hidden.shape[-1]}"
@@ -372,8 +381,14 @@ class Standardized(Named):
                 f"project_on_vocab is unavailable on {self.model_name}: {self.unverified}"
             )
         project = getattr(self.family, "project_on_vocab", None)
+        hidden = self._beside_weights(hidden)
         found: Tensor = self._project(hidden) if project is None else project(self, hidden)
         return found
+
+    def _beside_weights(self, hidden: Tensor) -> Tensor:
+        """What a block took from elsewhere, where the weights are; they may be on no device yet."""
+        first: Tensor = next(self._module.parameters())
+        return hidden if first.is_meta else hidden.to(first.device)
 
     def _project(self, hidden: Tensor) -> Tensor:
         raise NotImplementedError
