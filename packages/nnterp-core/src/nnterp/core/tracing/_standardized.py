@@ -456,7 +456,7 @@ class Standardized(Named):
             positions: an index, slice or list of positions; all of them by default.
 
         Raises:
-            IndexError: there is no such layer.
+            IndexError: there is no such layer, or this step has no such position.
             ValueError: no layer is named, or one twice.
             WrongShape: the vector is not as wide as the stream.
         """
@@ -470,6 +470,7 @@ class Standardized(Named):
             where = [where]
         for layer in indices:
             stream = self.layers[layer].layer_output
+            _check_positions(where, stream.shape[1])
             stream[:, where] += factor * vector.to(stream)
 
     def get_topk_closest_tokens(self, hidden: Tensor, k: int = 5) -> list[dict[str, float]]:
@@ -541,6 +542,18 @@ class Standardized(Named):
             )
         adopt(self, found)
         return found.errors
+
+
+def _check_positions(where: Any, count: int) -> None:
+    """Refuse here what a GPU refuses by ending the process, with all that runs in it."""
+    if isinstance(where, slice):
+        return
+    positions = torch.as_tensor(where)
+    if positions.dtype == torch.bool:
+        return
+    beyond = positions[(positions < -count) | (positions >= count)].flatten().tolist()
+    if beyond:
+        raise IndexError(f"position {beyond[0]} is out of range: this step has {count}")
 
 
 def identity_errors(model: Any) -> dict[str, float]:
