@@ -445,6 +445,10 @@ def test_steering_of_a_position_that_is_not_there(model, refused):
     with refused(llama, IndexError, "9"), llama.prefill(P):
         llama.steer(1, torch.ones(96), positions=9)
         _ = llama.logits.save()
+    for positions in ([1.5], torch.tensor([1, 0], dtype=torch.uint8), True):
+        with refused(llama, TypeError, "whole numbers"), llama.prefill(P):
+            llama.steer(1, torch.ones(96), positions=positions)
+            _ = llama.logits.save()
 
 
 def test_bad_skips(model, refused):
@@ -461,6 +465,8 @@ def test_a_lens_on_something_else(model, refused):
     llama = model()
     with refused(llama, WrongShape, "96 wide, not 95"), llama.prefill(P):
         _ = llama.project_on_vocab(torch.zeros(1, 5, 95))
+    with refused(llama, WrongShape, "not a number"), llama.prefill(P):
+        _ = llama.project_on_vocab(torch.tensor(1.0))
     for dtype in (torch.bfloat16, torch.float64, torch.int64):
         with refused(llama, TypeError, f"not {dtype}"), llama.prefill(P):
             _ = llama.project_on_vocab(torch.zeros(1, 5, 96, dtype=dtype))

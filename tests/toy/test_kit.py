@@ -239,6 +239,9 @@ def test_k_selects_of_all_that_there_is(tmp_path: Path) -> None:
     assert collected(tmp_path, "-k", "HALF and logits") == both
     either = {test for test in tests if "lens" in test or "mistral-toy" in test}
     assert collected(tmp_path, "-k", "(test_lens) or mistral-toy") == either
+    assert collected(tmp_path, "-k", "test_read[logits-llama-toy]") == {
+        "test_read[logits-llama-toy]"
+    }
 
 
 def test_a_model_type_is_divided_where_workers_would_idle() -> None:

@@ -588,7 +588,7 @@ def test_project_on_vocab_is_the_norm_the_head_and_the_logits_processor(llama, r
     assert_close(lenses[-1], record.get("logits"), BOUND, "the lens on the last block")
 
 
-@pytest.mark.parametrize("lead", [(), (1,), (7,), (1, 5), (2, 3, 4)])
+@pytest.mark.parametrize("lead", [(), (0,), (1,), (7,), (1, 5), (2, 3, 4)])
 def test_hidden_has_any_leading_dimensions(llama, lead):
     """hidden is [..., hidden]; the leading dimensions are kept."""
     model = llama()

@@ -748,7 +748,7 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
             logits = self._module.compute_logits(normed)
         finally:
             interleaver.interleaving = kept
-        found: Tensor = logits.reshape(*hidden.shape[:-1], -1)
+        found: Tensor = logits.reshape(*hidden.shape[:-1], logits.shape[-1])
         return found
 
     def order(self, layer: int | None = None) -> dict[str, int]:

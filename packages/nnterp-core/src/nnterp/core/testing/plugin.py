@@ -115,6 +115,8 @@ class Plugin:
         self.worst: dict[str, Worst] = {}
         # Tests that nothing here is a subject of, by their id without parameters.
         self.idle: dict[str, str] = {}
+        # Those of which -k selects none.
+        self._unasked: set[str] = set()
         self.report = report
         self.findings = Findings()
         self._told: set[Bench] = set()
@@ -154,6 +156,8 @@ class Plugin:
             if (one.sparse or name not in MIXTURE)
             and may_be_asked_for(label := f"{name}-{one.label}")
         ]
+        if not pairs:
+            self._unasked.add(metafunc.definition.nodeid)
         metafunc.parametrize("name, bench", pairs, indirect=["bench"], scope="session")
 
     def _parametrize(
@@ -168,12 +172,15 @@ class Plugin:
             self.idle[metafunc.definition.nodeid] = metafunc.definition.name
         may_be_asked_for = _asked_for(metafunc)
         chosen = [one for one in chosen if may_be_asked_for(one.label)]
+        if not chosen:
+            self._unasked.add(metafunc.definition.nodeid)
         labels = [one.label for one in chosen]
         metafunc.parametrize(name, chosen, ids=labels, indirect=True, scope=scope)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self, session: pytest.Session) -> None:
         self.idle.clear()
+        self._unasked.clear()
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(
@@ -181,10 +188,11 @@ class Plugin:
     ) -> None:
         """Group after group, engine after engine within it; the rest stays where it was."""
         _check_complete(items)
-        idle = [item for item in items if item.nodeid.partition("[")[0] in self.idle]
-        if idle:
-            config.hook.pytest_deselected(items=idle)
-            items[:] = [item for item in items if item not in idle]
+        none = self.idle.keys() | self._unasked
+        empty = [item for item in items if item.nodeid.partition("[")[0] in none]
+        if empty:
+            config.hook.pytest_deselected(items=empty)
+            items[:] = [item for item in items if item not in empty]
         places = [i for i, item in enumerate(items) if _subject(item) is not None]
         ours = [(subject, items[i]) for i in places if (subject := _subject(items[i])) is not None]
         groups = list(dict.fromkeys(subject.group for subject, _ in ours))
@@ -428,6 +436,7 @@ def _asked_for(metafunc: pytest.Metafunc) -> Callable[[str], bool]:
     """
     words = set(re.findall(r"[^\s()]+", metafunc.config.getoption("keyword").lower()))
     others = [str(word).lower() for word in metafunc.definition.keywords]
+    test = metafunc.definition.name.lower()
     parts = words - {"and", "or"}
     if (
         "not" in words
@@ -435,7 +444,7 @@ def _asked_for(metafunc: pytest.Metafunc) -> Callable[[str], bool]:
         or any(word in other for word in parts for other in others)
     ):
         return lambda label: True
-    return lambda label: not parts or any(word in label.lower() for word in parts)
+    return lambda label: not parts or any(word in f"{test}[{label.lower()}]" for word in parts)
 
 
 def _is_ours(item: Any) -> bool:

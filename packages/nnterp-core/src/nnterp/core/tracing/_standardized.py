@@ -24,6 +24,8 @@ from ._values import Step, Value
 # The largest error of the identity and of the lens that rounding explains, by dtype.
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
+# Torch takes bytes for a mask, and has no comparisons of the unsigned others.
+_POSITIONS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 _FIRST = First()
 _PLAIN = Architecture(model_type="")
@@ -372,10 +374,9 @@ class Standardized(Named):
             raise TypeError(
                 f"the residual stream is {self.dtype}, not {hidden.dtype}; convert with .to(...)"
             )
-        if hidden.shape[-1] != self.hidden_size:
-            raise WrongShape(
-                f"the residual stream is {self.hidden_size} wide, not {hidden.shape[-1]}"
-            )
+        if hidden.shape[-1:] != (self.hidden_size,):
+            width = hidden.shape[-1] if hidden.dim() else "a number"
+            raise WrongShape(f"the residual stream is {self.hidden_size} wide, not {width}")
         if self.unverified:
             raise Unavailable(
                 f"project_on_vocab is unavailable on {self.model_name}: {self.unverified}"
@@ -453,10 +454,12 @@ class Standardized(Named):
             layers: one index or several, none twice.
             vector: ``[hidden]``, or anything that broadcasts to ``[batch, seq, hidden]``.
             factor: its factor.
-            positions: an index, slice or list of positions; all of them by default.
+            positions: an index, a slice, a list of indices, each once, or a mask; all of them by
+                default.
 
         Raises:
             IndexError: there is no such layer, or this step has no such position.
+            TypeError: ``positions`` are no whole numbers; bytes, which torch takes for a mask.
             ValueError: no layer is named, or one twice.
             WrongShape: the vector is not as wide as the stream.
         """
@@ -466,12 +469,9 @@ class Standardized(Named):
                 f"a steering vector is {self.hidden_size} wide, this one is {tuple(vector.shape)}"
             )
         where = slice(None) if positions is None else positions
-        if isinstance(where, int):
-            where = [where]
         for layer in indices:
             stream = self.layers[layer].layer_output
-            _check_positions(where, stream.shape[1])
-            stream[:, where] += factor * vector.to(stream)
+            stream[:, _positions(where, stream.shape[1])] += factor * vector.to(stream)
 
     def get_topk_closest_tokens(self, hidden: Tensor, k: int = 5) -> list[dict[str, float]]:
         """The most likely tokens under the logit lens, for each row of ``hidden``.
@@ -544,16 +544,22 @@ class Standardized(Named):
         return found.errors
 
 
-def _check_positions(where: Any, count: int) -> None:
-    """Refuse here what a GPU refuses by ending the process, with all that runs in it."""
+def _positions(where: Any, count: int) -> Any:
+    """An index of ``count`` positions: for one beyond them a GPU ends all that its process runs."""
     if isinstance(where, slice):
-        return
+        return where
     positions = torch.as_tensor(where)
-    if positions.dtype == torch.bool:
-        return
-    beyond = positions[(positions < -count) | (positions >= count)].flatten().tolist()
+    if positions.dtype == torch.bool and positions.dim():
+        return positions
+    if positions.numel() and positions.dtype not in _POSITIONS:
+        raise TypeError(
+            f"positions are whole numbers, a slice or a mask of booleans, not {positions.dtype}"
+        )
+    positions = positions.long().reshape(-1)
+    beyond = positions[(positions < -count) | (positions >= count)].tolist()
     if beyond:
         raise IndexError(f"position {beyond[0]} is out of range: this step has {count}")
+    return positions
 
 
 def identity_errors(model: Any) -> dict[str, float]:
