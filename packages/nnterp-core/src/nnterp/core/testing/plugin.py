@@ -16,9 +16,8 @@ may be skipped: that fails. A test that nothing here is a subject of, as the one
 no checkpoint has one, is taken out, and the report names it.
 
 ``--conformance-report FILE`` writes what a run found as JSON, if the conftest at the root declares
-the option with :func:`nnterp.core.testing.option.add_option`. It holds nothing of the day or the
-machine's name, errors have two digits, and the order is always the same, so that a report that is
-kept shows its changes line by line::
+the option with :func:`nnterp.core.testing.option.add_option`. Errors have two digits and the order
+is always the same, so that a report that is kept shows its changes line by line::
 
     format      1, the version of this layout
     versions    of python, of the packages, and of each engine by its label under "engines"
@@ -56,7 +55,7 @@ import inspect
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -66,7 +65,6 @@ import pytest
 from nnterp.core import VOCABULARY
 from nnterp.core._vocabulary import MIXTURE
 from nnterp.core.faults import Missing
-from nnterp.core.testing import _rewriting  # noqa: F401, before what it rewrites
 from nnterp.core.testing.adapters import Adapter, Subject, subjects
 from nnterp.core.testing.faults import Fault, Known
 from nnterp.core.testing.recipes import RECIPES, Recipe
@@ -75,6 +73,12 @@ from nnterp.core.testing.report import Facts, Findings, Worst, facts, option
 if TYPE_CHECKING:
     from nnterp.core.testing.bench import Bench
     from nnterp.core.testing.references import References
+
+# The kit's asserts tell what they compared; pytest warns of what this comes too late for.
+_MODULES = [
+    f"nnterp.core.testing.{name}" for name in ("bench", "cases", "conformance", "tolerance")
+]
+pytest.register_assert_rewrite(*(name for name in _MODULES if name not in sys.modules))
 
 NOTHING_KNOWN = Known()
 
@@ -88,13 +92,8 @@ class Plugin:
 
     A model is loaded once, for all its tests in a row, and closed before the next one. Subjects of
     one model type share a process and run engine after engine, the first engine first: the others
-    are compared with it; with pytest-xdist, :func:`scheduler` sees to that.
-
-    Args:
-        adapters: the engines, the one that the others are compared with first.
-        recipes: the checkpoints.
-        known: their known faults, and what they cannot load.
-        report: the file that the report goes to, or ``None``.
+    are compared with it; with pytest-xdist, :func:`scheduler` sees to that. :func:`install` says
+    what the arguments are; ``report`` is the file that the report goes to.
     """
 
     def __init__(
@@ -115,8 +114,6 @@ class Plugin:
         self.worst: dict[str, Worst] = {}
         # Tests that nothing here is a subject of, by their id without parameters.
         self.idle: dict[str, str] = {}
-        # Those of which -k selects none.
-        self._unasked: set[str] = set()
         self.report = report
         self.findings = Findings()
         self._told: set[Bench] = set()
@@ -147,18 +144,15 @@ class Plugin:
             self._parametrize(metafunc, "bench", chosen, "session")
             return
         values = metafunc.definition.get_closest_marker("values")
-        may_be_asked_for = _asked_for(metafunc)
-        pairs = [
-            pytest.param(name, one, id=label)
+        pairs = {
+            f"{name}-{one.label}": (name, one)
             for name in (VOCABULARY if values is None else values.args)
             for one in chosen
             # What a dense model has not is the subject of one test of its own.
-            if (one.sparse or name not in MIXTURE)
-            and may_be_asked_for(label := f"{name}-{one.label}")
-        ]
-        if not pairs:
-            self._unasked.add(metafunc.definition.nodeid)
-        metafunc.parametrize("name, bench", pairs, indirect=["bench"], scope="session")
+            if one.sparse or name not in MIXTURE
+        }
+        ids = _asked_for(metafunc, pairs)
+        metafunc.parametrize("name, bench", [pairs[one] for one in ids], ["bench"], ids, "session")
 
     def _parametrize(
         self,
@@ -170,17 +164,13 @@ class Plugin:
         if not chosen:
             # pytest makes a skipped test of it, which is taken out again and named in the report.
             self.idle[metafunc.definition.nodeid] = metafunc.definition.name
-        may_be_asked_for = _asked_for(metafunc)
-        chosen = [one for one in chosen if may_be_asked_for(one.label)]
-        if not chosen:
-            self._unasked.add(metafunc.definition.nodeid)
-        labels = [one.label for one in chosen]
-        metafunc.parametrize(name, chosen, ids=labels, indirect=True, scope=scope)
+        labels = {one.label: one for one in chosen}
+        ids = _asked_for(metafunc, labels)
+        metafunc.parametrize(name, [labels[one] for one in ids], True, ids, scope)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self, session: pytest.Session) -> None:
         self.idle.clear()
-        self._unasked.clear()
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(
@@ -188,11 +178,10 @@ class Plugin:
     ) -> None:
         """Group after group, engine after engine within it; the rest stays where it was."""
         _check_complete(items)
-        none = self.idle.keys() | self._unasked
-        empty = [item for item in items if item.nodeid.partition("[")[0] in none]
-        if empty:
-            config.hook.pytest_deselected(items=empty)
-            items[:] = [item for item in items if item not in empty]
+        idle = [item for item in items if item.nodeid.partition("[")[0] in self.idle]
+        if idle:
+            config.hook.pytest_deselected(items=idle)
+            items[:] = [item for item in items if item not in idle]
         places = [i for i, item in enumerate(items) if _subject(item) is not None]
         ours = [(subject, items[i]) for i in places if (subject := _subject(items[i])) is not None]
         groups = list(dict.fromkeys(subject.group for subject, _ in ours))
@@ -366,11 +355,7 @@ class Plugin:
 
 
 def group_of(test: str) -> str:
-    """What runs in one process: the subjects of one model type, or else a file's tests.
-
-    Args:
-        test: a test's id, ``"test_conformance.py::test_read[logits-gemma2-vllm]"``.
-    """
+    """What runs in one process: the subjects of one model type, or else a file's tests."""
     recipe = _recipe_of(test)
     return test.partition("::")[0] if recipe is None else recipe.model_type
 
@@ -386,10 +371,6 @@ def scopes_of(tests: Sequence[str], workers: int) -> dict[str, str]:
 
     Where there are fewer groups than workers, the checkpoints of a model type are divided among
     the workers, each of which still runs its own engine after engine.
-
-    Args:
-        tests: the tests' ids.
-        workers: how many processes there are.
     """
     groups = {test: group_of(test) for test in tests}
     if len(set(groups.values())) >= workers:
@@ -429,22 +410,25 @@ def _subject(item: Any) -> Subject | None:
     return subject if isinstance(subject, Subject) else None
 
 
-def _asked_for(metafunc: pytest.Metafunc) -> Callable[[str], bool]:
-    """Whether ``-k`` may select a test by its parameter's id; pytest decides.
+def _asked_for(metafunc: pytest.Metafunc, labels: Iterable[str]) -> list[str]:
+    """The parameters of which ``-k`` may select a test; pytest decides.
 
     The ten thousand tests that it does not select would take longer than those that it does.
     """
     words = set(re.findall(r"[^\s()]+", metafunc.config.getoption("keyword").lower()))
+    parts, ids = words - {"and", "or"}, list(labels)
     others = [str(word).lower() for word in metafunc.definition.keywords]
-    test = metafunc.definition.name.lower()
-    parts = words - {"and", "or"}
     if (
-        "not" in words
+        not parts
+        or "not" in words
         or next(metafunc.definition.iter_markers("parametrize"), None) is not None
         or any(word in other for word in parts for other in others)
     ):
-        return lambda label: True
-    return lambda label: not parts or any(word in f"{test}[{label.lower()}]" for word in parts)
+        return ids
+    test = metafunc.definition.name
+    asked = [one for one in ids if any(word in f"{test}[{one}]".lower() for word in parts)]
+    # One is left for pytest to leave out, which makes a test of none at all.
+    return asked or ids[:1]
 
 
 def _is_ours(item: Any) -> bool:
