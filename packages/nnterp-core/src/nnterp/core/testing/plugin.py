@@ -152,7 +152,13 @@ class Plugin:
             if one.sparse or name not in MIXTURE
         }
         ids = _asked_for(metafunc, pairs)
-        metafunc.parametrize("name, bench", [pairs[one] for one in ids], ["bench"], ids, "session")
+        metafunc.parametrize(
+            "name, bench",
+            [pairs[one] for one in ids],
+            indirect=["bench"],
+            ids=ids,
+            scope="session",
+        )
 
     def _parametrize(
         self,
@@ -166,7 +172,8 @@ class Plugin:
             self.idle[metafunc.definition.nodeid] = metafunc.definition.name
         labels = {one.label: one for one in chosen}
         ids = _asked_for(metafunc, labels)
-        metafunc.parametrize(name, [labels[one] for one in ids], True, ids, scope)
+        values = [labels[one] for one in ids]
+        metafunc.parametrize(name, values, indirect=True, ids=ids, scope=scope)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self, session: pytest.Session) -> None:
