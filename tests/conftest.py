@@ -20,6 +20,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("DO_NOT_TRACK", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+# torch's compiler, which vLLM has for Cohere's norms, would try each instruction set that the
+# processor names in a process of its own, two seconds in all. Empty, it does.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 # A million objects are imported and stay. Looking for garbage in them whenever seven hundred are
 # new takes a third of the imports' time.
