@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from nnterp.core import VOCABULARY, Unavailable
 from nnterp.core.testing import Edit, assert_close
@@ -353,3 +354,61 @@ def test_a_feed_forward_of_two_linears_on_the_block_is_read_and_edited(engine, o
             getattr(on, name).mul_(-2)
             logits = opt.logits[:, -1].save()
         assert_close(logits, expected[:, -1], BOUND, key)
+
+
+def _autocast():
+    return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+def _meta():
+    return torch.device("meta")
+
+
+class _Doubling(TorchFunctionMode):
+    """Doubles what a linear layer gives."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        return 2 * made if func is torch.nn.functional.linear else made
+
+
+@pytest.mark.parametrize("settings", [_autocast, torch.no_grad, _meta, _Doubling])
+def test_what_torch_is_told_inside_a_block_does_not_reach_the_model(model, settings):
+    alone, other = last_logits(model, P), last_logits(model, OTHER)
+    with model.prefill() as tracer:
+        with tracer.invoke(P):
+            with settings():
+                hidden = model.layers[0].layer_output
+                mine = torch.nn.functional.linear(hidden, torch.eye(hidden.shape[-1])).save()
+                model.layers[1].layer_output.save()
+            here = model.logits[:, -1].save()
+        with tracer.invoke(OTHER):
+            beside = model.logits[:, -1].save()
+    assert_close(here, alone, BOUND, "its own")
+    assert_close(beside, other, BOUND, "beside it")
+    assert here.requires_grad == alone.requires_grad
+    assert (mine.dtype is torch.bfloat16) == (settings is _autocast), "the block has them"
+
+
+def test_what_a_block_leaves_set_ends_with_it(model):
+    """In an engine that many share, the next block is somebody else's."""
+    alone = last_logits(model, P)
+    with model.prefill(P):
+        torch.set_default_dtype(torch.float64)
+        torch.set_default_device("meta")
+        torch.set_autocast_enabled("cpu", True)
+        torch.set_grad_enabled(False)
+        model.layers[0].layer_output.save()
+        own = str((torch.ones(1).dtype, torch.ones(1).device.type))
+        own.save()
+        here = model.logits[:, -1].save()
+    assert own == "(torch.float64, 'meta')"
+    assert_close(here, alone, BOUND, "its own")
+    with model.prefill(P):
+        fresh = torch.ones(1).save()
+        later = model.logits[:, -1].save()
+    assert fresh.dtype is torch.float32
+    assert fresh.device.type == "cpu"
+    assert_close(later, alone, BOUND, "the next")
+    assert later.requires_grad == alone.requires_grad
+    assert not torch.is_autocast_enabled("cpu")

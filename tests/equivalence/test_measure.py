@@ -8,9 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nnterp.core.equivalence._faults import concerns, shows_at
-from nnterp.core.equivalence._measure import logits_agreement, measured
-from nnterp.core.equivalence._rows import difference, smallest_cosine
+from nnterp.core.equivalence._compare import concerns, shows_at
+from nnterp.core.equivalence._measure import difference, logits_agreement, measured, smallest_cosine
 from nnterp.core.equivalence._run import _stored
 from nnterp.core.faults import shipped
 from nnterp.core.reading import row_scale

