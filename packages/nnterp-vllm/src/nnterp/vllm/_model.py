@@ -6,6 +6,7 @@ import asyncio
 import atexit
 import contextlib
 import os
+import time
 import weakref
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
@@ -84,6 +85,9 @@ def _close_at_exit(reference: weakref.ref[StandardizedVLLM]) -> None:
         with contextlib.suppress(Exception):
             model.close()
 
+
+_TO_REST = 0.2
+"""Seconds, many times what an engine core takes from its last reply to its wait for a request."""
 
 _PATIENCE = 10.0
 """Seconds that an aborted request waits for the engine to let it go."""
@@ -413,15 +417,16 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
         if entrypoint is None:
             return
         atexit.unregister(self.__dict__.pop("_at_exit", None))
-        # By default vLLM kills what has not ended in 5 s, which leaves shared memory behind.
-        if self._async_engine:
-            entrypoint.shutdown(timeout=60.0)
-            return
         from vllm.v1.engine.core_client import InprocClient
 
-        core = entrypoint.llm_engine.engine_core
+        core = None if self._async_engine else entrypoint.llm_engine.engine_core
         if not isinstance(core, InprocClient):
-            core.shutdown(timeout=60.0)
+            # An engine core that is about to wait for a request sleeps through the signal that
+            # ends it, until it is killed: what wakes it (vllm/v1/engine/core.py) is its main
+            # thread's handler, which Python runs once the wait, begun too late, is over.
+            time.sleep(_TO_REST)
+            # By default vLLM kills what has not ended in 5 s, which leaves shared memory behind.
+            (entrypoint if core is None else core).shutdown(timeout=60.0)
             return
         from vllm import envs
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
