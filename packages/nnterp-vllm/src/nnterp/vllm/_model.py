@@ -290,6 +290,16 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
             problems.append(
                 f"enable_lora with mode='async' on the CPU: {_ONE_ADAPTER}, and traces share steps"
             )
+        if (
+            kwargs.get("enable_lora")
+            and str(kwargs.get("dtype")) in ("float32", "float", "torch.float32")
+            and not current_platform.is_cpu()
+        ):
+            # vllm/lora/ops/triton_ops/lora_shrink_op.py; its assertion would end the engine.
+            problems.append(
+                "enable_lora with dtype='float32' on a GPU: vLLM's kernels for adapters take "
+                "float16 and bfloat16"
+            )
         if kwargs.get("pipeline_parallel_size", 1) > 1:
             problems.append(
                 "pipeline_parallel_size > 1: a block's values would be spread over engines"
@@ -746,6 +756,9 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
 
     def _project(self, hidden: Tensor) -> Tensor:
         flat = hidden.reshape(-1, hidden.shape[-1]).contiguous()
+        if not len(flat):
+            # CUDA calls a kernel over nothing an error, at whatever is computed next.
+            return hidden.new_empty(*hidden.shape[:-1], self.vocab_size)
         normed = self._normed(flat)
         interleaver = self.interleaver
         kept, interleaver.interleaving = interleaver.interleaving, False
