@@ -57,7 +57,9 @@ from . import _faults, _runner, _versions
 from ._backend import release_classes
 from ._travel import travelling
 
-_RUNNER_SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
+# What is set in the environment for an engine's processes; later engines are not bound by it.
+_START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+_SWITCHES = ("VLLM_USE_V2_MODEL_RUNNER", "VLLM_USE_BREAKABLE_CUDAGRAPH", _START_METHOD)
 
 # What the engine cannot do beside blocks that read and edit, and why.
 _REFUSED: dict[str, str] = {
@@ -311,8 +313,8 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
         elif kwargs.get("taps") and os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
             # Measured on 0.26: every value off by its own size, nnsight's alike, and no error.
             problems.append(
-                "taps in process: vLLM's graphs compute wrong values there; unset "
-                "VLLM_ENABLE_V1_MULTIPROCESSING"
+                "taps in process: vLLM was imported without them, so its graphs would replay the "
+                "attention of their recording; unset VLLM_ENABLE_V1_MULTIPROCESSING"
             )
         if kwargs.get("enforce_eager") is False and not kwargs.get("taps"):
             problems.append(
@@ -398,15 +400,18 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
         return module
 
     def _load(self, repo_id: str, **kwargs: Any) -> Module:
-        # nnsight asks for vLLM's first runner by an environment variable; the engine's
-        # processes have it by the time this returns, and later engines are not bound by it.
-        before = os.environ.get(_RUNNER_SWITCH)
+        before = {name: os.environ.get(name) for name in _SWITCHES}
+        if self.taps:
+            # Whether a graph is open at the attention is decided where vLLM is imported, which a
+            # forked process does no more: it would replay the attention of the recording.
+            os.environ[_START_METHOD] = "spawn"
         try:
             module: Module = super()._load(repo_id, **kwargs)
         finally:
-            os.environ.pop(_RUNNER_SWITCH, None)
-            if before is not None:
-                os.environ[_RUNNER_SWITCH] = before
+            for name, value in before.items():
+                os.environ.pop(name, None)
+                if value is not None:
+                    os.environ[name] = value
             if not self.taps:
                 release_classes()
         from vllm.v1.engine.core_client import InprocClient
