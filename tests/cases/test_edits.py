@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from nnterp.core import VOCABULARY, Unavailable
+from nnterp.core import VOCABULARY, Unavailable, WrongShape
 from nnterp.core.testing import Edit, assert_close
 
 P = [5, 17, 250, 9, 33]
@@ -413,3 +413,61 @@ def test_what_a_block_leaves_set_ends_with_it(model):
     assert_close(later, alone, BOUND, "the next")
     assert later.requires_grad == alone.requires_grad
     assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("key", ["layer_input", "layer_mid", "layer_output"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
+def test_an_edit_of_the_stream_leaves_the_other_rows_bit_equal_in_half_precision(
+    engine, only, name, key
+):
+    """A block may hand the stream on in two halves, whose sum is rounded where it is read."""
+    options = {"attn_implementation": "eager"} if engine == "hf" else {}
+    model = only(engine, name, dtype="bfloat16", **options)
+
+    def run(edit):
+        with model.prefill(P):
+            value = getattr(model.layers[1], key)
+            if edit is not None:
+                value[:, edit] += 1
+            stream = model.layers[-1].layer_output.save()
+        return stream
+
+    plain, edited = run(None), run(3)
+    assert torch.equal(edited[:, :3], plain[:, :3])
+    assert not torch.allclose(edited[:, 3:], plain[:, 3:])
+
+
+@pytest.mark.parametrize(
+    ("host", "name", "where"),
+    [
+        ("layers.1", "mlp_output", "it is a value of mlp"),
+        ("layers.1", "layer_outptu", ""),
+        ("layers", "layer_output", "it is a value of layer"),
+        ("layers.1.mlp", "layer_output", "it is a value of layer"),
+        ("", "layer_output", "it is a value of layer"),
+        ("layers.1", "self_attn", ""),
+    ],
+)
+def test_a_write_under_a_name_that_is_none_is_refused(model, host, name, where):
+    """It would reach nothing, and be read back from there ever after."""
+    zeros = torch.zeros(1, 5, 96)
+    with (
+        pytest.raises(AttributeError, match=f"has no value '{name}' to write.*{where}"),
+        model.prefill(P),
+    ):
+        setattr(model.get(host) if host else model, name, zeros)
+    assert model.layers[1].self_attn is not zeros
+    with pytest.raises(AttributeError), model.prefill(P):
+        _ = model.layers[1].mlp_output
+
+
+@pytest.mark.parametrize("reshaped", ["transpose_(0, 1)", "squeeze_(0)", "resize_(1, 5, 3)"])
+def test_an_edit_in_place_keeps_the_shape(model, reshaped):
+    with (
+        pytest.raises(WrongShape, match=r"layers.1.mlp.mlp_output is .* a write keeps the shape"),
+        torch.no_grad(),
+        model.prefill(P),
+    ):
+        value = model.layers[1].mlp.mlp_output
+        exec(f"value.{reshaped}", {"value": value})
+        _ = model.layers[1].layer_output

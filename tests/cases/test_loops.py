@@ -53,6 +53,30 @@ def test_a_generation_that_ends_early_keeps_the_rows_of_the_steps_it_made(model,
         assert_close(row, record.get("layers.1.layer_output", step), BOUND, f"step {step}")
 
 
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.filterwarnings("ignore:.*the loop asked for a step the run did not make")
+def test_what_has_ended_is_at_an_end_beside_what_goes_on(model, place):
+    """transformers pads it and computes on; what it computes is of no prompt's."""
+    others = [list(range(30, 43)), [8, 77, 120]]
+    prompts = [*others[:place], P, *others[place:]]
+
+    def decode(*prompts):
+        with model.decode(max_new_tokens=4) as tracer:
+            for prompt in prompts:
+                with tracer.invoke(prompt):
+                    steps = [].save()
+                    for step in tracer.iter[0:4]:
+                        taken = model.input_ids[0, -1].item()
+                        if prompt is P and step == 1:
+                            model.logits[:, -1, EOS] = 1e6
+                        steps.append((taken, model.logits[0, -1].argmax().item()))
+        return steps
+
+    together = decode(*prompts)
+    assert [len(steps) for steps in together] == [2 if one is P else 4 for one in prompts]
+    assert together == [decode(prompt) for prompt in prompts]
+
+
 def test_an_open_loop_keeps_what_it_saved(model, record):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*the loop asked for a step the run did not make")

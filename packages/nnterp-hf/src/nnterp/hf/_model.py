@@ -548,10 +548,28 @@ class StandardizedTransformer(Standardized, TransformersModel, StandardModel):
             eos_token_id=ends or None,
             pad_token_id=kept.pad_token_id if kept.pad_token_id is not None else (ends or [0])[0],
         )
+        over: dict[Mediator, Any] = {}
+        interleaver = self.interleaver
+
+        def leave(tokens: Tensor, scores: Any, **_: Any) -> Tensor:
+            # Beside a longer one transformers pads what has ended and goes on computing it.
+            ended = torch.isin(tokens[:, -1], torch.tensor(ends, device=tokens.device))
+            for block in interleaver.mediators:
+                rows = block.batch_group
+                if block.pending is not None and rows and ended[rows[0] : sum(rows)].all():
+                    over[block], block.pending = block.pending, None
+                    interleaver.reindex()
+            return torch.zeros_like(ended)
+
+        if ends:
+            kwargs["stopping_criteria"] = [leave, *kwargs.get("stopping_criteria", ())]
         try:
             generated = model.generate(*inputs, **kwargs)
         finally:
             model.generation_config = kept
+            for block, pending in over.items():
+                block.pending = pending
+                interleaver.reindex()
         return self.generator(generated, hook=True)
 
     @property

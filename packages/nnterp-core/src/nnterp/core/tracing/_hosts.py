@@ -6,17 +6,31 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from nnsight.intervention.envoy import Envoy
+from torch import Tensor
 from torch.nn import ModuleList
 
 from .. import _layouts as layouts
 from .. import architectures
 from .._errors import Unavailable
-from .._vocabulary import MIXTURE, MODULES, terms
+from .._vocabulary import MIXTURE, MODULES, VOCABULARY, terms
 from ..architectures import Architecture
 from ._values import Value, unavailable
 
 
-class Named(Envoy):
+class Closed(Envoy):
+    """An envoy that takes no value under a name of none, where it would reach nothing."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, Tensor) and not hasattr(getattr(type(self), name, None), "__set__"):
+            hosts = VOCABULARY[name].hosts if name in VOCABULARY else ()
+            raise AttributeError(
+                f"{self.path} has no value {name!r} to write"
+                + (f"; it is a value of {' and '.join(hosts)}" if hosts else "")
+            )
+        super().__setattr__(name, value)
+
+
+class Named(Closed):
     """An envoy on which an unavailable value raises its own reason.
 
     When a descriptor raises ``AttributeError`` Python drops it and asks ``__getattr__``;
@@ -49,7 +63,7 @@ class Named(Envoy):
             yield getattr(cls, term.name)
 
 
-class Blocks(Envoy):
+class Blocks(Closed):
     """A list of modules that answers an index it does not have with ``IndexError``."""
 
     def __getitem__(self, key: Any) -> Any:

@@ -107,8 +107,9 @@ class Argument(Lens):
 class Halves(Lens):
     """A residual stream carried as two halves, each found by a lens; the value is their sum.
 
-    The second half may be ``None``: the whole stream is then in the first. A write puts all
-    of it in the first half and zeros in the second, so that what adds them changes nothing.
+    The second half may be ``None``: the whole stream is then in the first. What a write changes
+    is put in the first half, with zeros in the second, so that what adds them changes nothing;
+    the rest keeps its halves, whose sum a fused norm takes before it is rounded.
     """
 
     def __init__(self, first: Lens, second: Lens) -> None:
@@ -120,9 +121,12 @@ class Halves(Lens):
         return stream
 
     def put(self, raw: Any, new: Tensor, host: Any) -> Any:
-        residual = self.second.get(raw, host)
-        raw = self.first.put(raw, new, host)
-        return raw if residual is None else self.second.put(raw, torch.zeros_like(residual), host)
+        hidden, residual = self.first.get(raw, host), self.second.get(raw, host)
+        if residual is None:
+            return self.first.put(raw, new, host)
+        kept = new == hidden + residual
+        raw = self.first.put(raw, torch.where(kept, hidden, new), host)
+        return self.second.put(raw, torch.where(kept, residual, 0), host)
 
 
 class Item(Lens):

@@ -51,6 +51,7 @@ class Private(Tensor):
 
     _served: Tensor | None
     _handed_version: int
+    _handed_shape: torch.Size
     _exposed: bool
 
     @classmethod
@@ -70,6 +71,7 @@ class Private(Tensor):
                 private = copy.as_subclass(cls)
             private._served = None
         private._handed_version = private._version
+        private._handed_shape = value.shape
         private._exposed = False
         return private
 

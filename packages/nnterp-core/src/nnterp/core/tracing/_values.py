@@ -177,6 +177,7 @@ class Block:
                     f"two copies of {label} were edited in place; edit one of them, or assign"
                 )
             if edited:
+                entry.value.keeps_shape(entry.host, view, view._handed_shape)
                 written.add(label)
                 self.wrote = True
             # A copy, since the model may write into what it is given.
@@ -418,15 +419,19 @@ class Value(eproperty):
             new = widened
         return site.lens.put(raw, new, host)
 
+    def keeps_shape(self, host: Any, new: Tensor, shape: torch.Size) -> None:
+        """Raise ``WrongShape`` unless a write has the value's shape."""
+        if new.shape != shape:
+            raise WrongShape(
+                f"{self.label(host)} is {self.layout} = {tuple(shape)}; a write keeps the shape, "
+                f"this one has {tuple(new.shape)}"
+            )
+
     def _checked(self, host: Any, value: Any, old: Tensor) -> Tensor:
         label = self.label(host)
         if not isinstance(value, Tensor):
             raise TypeError(f"{label} takes a tensor, not {type(value).__name__}")
-        if value.shape != old.shape:
-            raise WrongShape(
-                f"{label} is {self.layout} = {tuple(old.shape)}; a write keeps the shape, this "
-                f"one has {tuple(value.shape)}"
-            )
+        self.keeps_shape(host, value, old.shape)
         if value.dtype != old.dtype:
             raise TypeError(f"{label} is {old.dtype}, not {value.dtype}; convert with .to(...)")
         if value.device.type == "cpu":
