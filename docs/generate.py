@@ -120,7 +120,7 @@ def axes() -> str:
         "head_dim": "the width of a value head, `head_dim`",
         "qk_head_dim": "the width of a query or key head, `qk_head_dim`",
         "query": "the tokens of this step, as those that attend",
-        "key": "all tokens so far, as those that are attended to",
+        "key": "the tokens that are attended to: all so far, or what a window's cache still holds",
         "experts": "the experts of a mixture",
         "top_k": "the experts that a token is given to, in the order that the engine has them",
     }

@@ -39,8 +39,6 @@ from ._lenses import multiplied as multiplied
 from ._private import released as released
 from ._prompts import encode as encode
 from ._prompts import is_chat as is_chat
-from ._source import opened as opened
-from ._source import operations as operations
 from ._standardized import Standardized as Standardized
 from ._standardized import checked_length as checked_length
 from ._standardized import checked_path as checked_path
@@ -52,6 +50,8 @@ from ._values import OutOfOrder as OutOfOrder
 from ._values import Site as Site
 from ._values import Value as Value
 from ._values import beside as beside
+from ._values import opened as opened
+from ._values import operations as operations
 from ._values import own as own
 from ._values import reading as reading
 from ._values import running as running

@@ -18,6 +18,13 @@ import torch
 from greenlet import getcurrent
 from nnsight.intervention.eproperty import WriteBack, eproperty
 from nnsight.intervention.interleaver import Mediator, OutOfOrderError
+from nnsight.intervention.source import (
+    STATE,
+    SourceNotAvailable,
+    compiled,
+    decorator_chain,
+    install_source,
+)
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -456,3 +463,30 @@ def _again(kind: type[Value], resolve: Resolve, note: str, name: str) -> Value:
     found = kind(resolve, note)
     found.__set_name__(Value, name)
     return found
+
+
+def operations(function: Any) -> tuple[str, ...]:
+    """The names of a function's operations; none where its source cannot be read."""
+    function = getattr(function, "__func__", function)
+    try:
+        names: tuple[str, ...] = compiled(decorator_chain(function)[0]).names
+    except SourceNotAvailable:
+        return ()
+    return names
+
+
+def opened(host: Any) -> None:
+    """Serve the operations of a module's forward, from its next call on.
+
+    Raises:
+        OutOfOrder: the model is in there now, so that this call's will not be served.
+    """
+    mediator, state = running(), host._module.__dict__.get(STATE)
+    if mediator is not None and (state is None or not state.sourced):
+        entered, left = (mediator.occurrence(f"{host.path}.{side}") for side in ("input", "output"))
+        if entered > left:
+            raise OutOfOrder(
+                f"the model is inside {host.path} already, whose operations were not asked for "
+                f"before: read a standard value of it before what lies under it"
+            )
+    install_source(host)
