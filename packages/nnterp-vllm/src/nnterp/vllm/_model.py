@@ -29,9 +29,10 @@ from torch.nn import Module
 from vllm.platforms import current_platform
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from nnterp.core import OutsideTrace
+from nnterp.core import VOCABULARY, OutsideTrace, Unavailable
 from nnterp.core import _layouts as layouts
 from nnterp.core.protocols import StandardModel
+from nnterp.core.reading import host_of
 from nnterp.core.tracing import (
     Argument,
     Batched,
@@ -398,6 +399,29 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
             module = super()._load_meta(repo_id, **kwargs)
         self.tokenizer = None
         return module
+
+    def _resolve_taps(self, module: Module) -> tuple[str, ...]:
+        """Where the taps are: of standard values, by ``support()``'s keys, and nnsight's own."""
+        asked = self.taps
+        standard = [tap for tap in asked if tap.rsplit(".", 1)[-1] in VOCABULARY]
+        self.require(*standard)
+        found = []
+        for tap in standard:
+            for index in range(self.num_layers if ".*." in tap else 1):
+                host, name = host_of(self, tap.replace(".*.", f".{index}."))
+                value = getattr(type(host), name)
+                site = value.site(host)
+                if site.prepare is not None:
+                    raise Unavailable(
+                        f"{value.label(host)} is no tap: it is inside a module, which has to be "
+                        f"opened for it while the graphs are recorded"
+                    )
+                found.append(site.at(host))
+        self.taps = tuple(tap for tap in asked if tap not in standard)
+        try:
+            return (*dict.fromkeys([*found, *super()._resolve_taps(module)]),)
+        finally:
+            self.taps = asked
 
     def _load(self, repo_id: str, **kwargs: Any) -> Module:
         before = {name: os.environ.get(name) for name in _SWITCHES}

@@ -10,6 +10,7 @@ from torch import overrides
 from torch.utils import _device
 
 _DEVICES = "cpu", "cuda"
+_MODES: Any = overrides
 
 
 class _Settings(NamedTuple):
@@ -25,7 +26,7 @@ class _Settings(NamedTuple):
             torch.is_grad_enabled(),
             torch.get_default_dtype(),
             _device.CURRENT_DEVICE,
-            tuple(overrides._get_current_function_mode_stack()),
+            tuple(_MODES._get_current_function_mode_stack()),
             tuple(
                 (torch.is_autocast_enabled(one), torch.get_autocast_dtype(one)) for one in _DEVICES
             ),
@@ -34,10 +35,10 @@ class _Settings(NamedTuple):
     def apply(self) -> None:
         torch._C._set_grad_enabled(self.gradients)
         torch.set_default_dtype(self.dtype)
-        for _ in overrides._get_current_function_mode_stack():
-            overrides._pop_mode()
+        for _ in _MODES._get_current_function_mode_stack():
+            _MODES._pop_mode()
         for mode in self.modes:
-            overrides._push_mode(mode)
+            _MODES._push_mode(mode)
         _device.CURRENT_DEVICE = self.device
         for device, (enabled, dtype) in zip(_DEVICES, self.casts, strict=True):
             torch.set_autocast_enabled(device, enabled)
