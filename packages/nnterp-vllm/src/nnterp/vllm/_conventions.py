@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
@@ -56,6 +57,10 @@ _DECODE = (
 _READ_ONLY = (
     "vLLM computes it inside a kernel, so it is recomputed from the queries and keys; edit the "
     "queries, keys or head outputs instead"
+)
+_SHARED = (
+    "a write under taps lands in the graph's own tensor, which may be another module's input too; "
+    "edit the stream, or what the sublayer adds, instead"
 )
 _NO_KERNEL = (
     "this vLLM release's Transformers backend keeps its attention layers outside the module tree; "
@@ -178,6 +183,16 @@ def _summed_later(host: Any) -> str | None:
     return _PARTIAL if sharded and host.facts.block == "parallel" else None
 
 
+def _shared(site: Site | Callable[[Any], Site]) -> Callable[[Any], Site]:
+    """The input of a sublayer, which under taps is read-only."""
+
+    def resolve(host: Any) -> Site:
+        found = site if isinstance(site, Site) else site(host)
+        return replace(found, read_only=_SHARED) if host.root.taps else found
+
+    return resolve
+
+
 class Attention(tracing.Attention, StandardAttention):
     """An attention around vLLM's attention layer."""
 
@@ -198,7 +213,7 @@ class Attention(tracing.Attention, StandardAttention):
         return found
 
     attention_input: layouts.Residual = value(
-        Site(own("input"), Argument("hidden_states") | Batched())
+        _shared(Site(own("input"), Argument("hidden_states") | Batched()))
     )
     attention_output: layouts.Residual = value(
         lambda host: (
@@ -224,7 +239,9 @@ class Attention(tracing.Attention, StandardAttention):
 class Mlp(tracing.Mlp, StandardMlp):
     """A dense feed-forward."""
 
-    mlp_input: layouts.Residual = value(lambda host: Site(reading(host), Argument(0) | Batched()))
+    mlp_input: layouts.Residual = value(
+        _shared(lambda host: Site(reading(host), Argument(0) | Batched()))
+    )
     mlp_output: layouts.Residual = value(
         lambda host: (
             _summed_later(host)

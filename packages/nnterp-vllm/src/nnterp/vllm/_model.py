@@ -56,6 +56,7 @@ from nnterp.core.tracing import (
 
 from . import _faults, _runner, _versions
 from ._backend import release_classes
+from ._conventions import BackendLayer
 from ._travel import travelling
 
 # What is set in the environment for an engine's processes; later engines are not bound by it.
@@ -405,6 +406,10 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
         asked = self.taps
         standard = [tap for tap in asked if tap.rsplit(".", 1)[-1] in VOCABULARY]
         self.require(*standard)
+        if isinstance(self.layers[0], BackendLayer):
+            raise ValueError(
+                f"taps with {self.model_name}: none was measured on vLLM's Transformers backend"
+            )
         found = []
         for tap in standard:
             for index in range(self.num_layers if ".*." in tap else 1):

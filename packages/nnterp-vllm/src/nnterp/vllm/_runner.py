@@ -264,9 +264,11 @@ class StandardRunner(NNsightGPUModelRunner):
         extra = self.vllm_config.additional_config
         description = unpacked(extra[CONFIG_KEY])
         block_timeout = description.pop("block_timeout")
+        taps = extra.get("nnsight_taps", ())
         model = StandardizedVLLM(
             self.get_model(),
-            interleaver=VLLMInterleaver(extra.get("nnsight_taps", ()), fragments=VLLMFragments()),
+            taps=taps,
+            interleaver=VLLMInterleaver(taps, fragments=VLLMFragments()),
             **description,
         )
         model.tokenizer = cached_tokenizer_from_config(self.model_config)
