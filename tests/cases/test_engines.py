@@ -160,6 +160,17 @@ def test_scan_is_refused_by_name_on_vllm(llama):
         llama.scan(P)
 
 
+@pytest.mark.parametrize("option", ["validate", "scan"])
+@pytest.mark.parametrize("method", ["trace", "prefill"])
+def test_an_option_of_a_trace_that_vllm_does_not_have_is_refused_by_name(llama, method, option):
+    with (
+        pytest.raises(TypeError, match=f"keyword argument '{option}'"),
+        getattr(llama, method)(P, **{option: True}),
+    ):
+        llama.logits.save()
+    working(llama)
+
+
 def test_a_barrier_is_refused_by_name_on_vllm(llama):
     with pytest.raises(NotImplementedError, match="barrier"), llama.prefill() as tracer:
         barrier = tracer.barrier(2)

@@ -356,6 +356,17 @@ def test_several_prompts_of_one_invoke_are_nnsights_padded_batch(model, oracle):
     assert_close(stream[:1, 8:], expected, BOUND, "the short one's own rows")
 
 
+@pytest.mark.parametrize("name", ["gpt2", "opt"])
+def test_learned_positions_count_from_the_first_token_behind_padding(name, reference, checkpoint):
+    """A padded batch of nnsight's, whose short prompt begins at position 0."""
+    learned, answers = load(checkpoint(name), engine="hf", dispatch=True), reference(name).run(P)
+    with learned.trace([P, LONG]):
+        stream = learned.layers[1].layer_output[0, -len(P) :].save()
+        logits = learned.logits[0, -len(P) :].save()
+    assert_close(stream[None], answers.get("layers.1.layer_output"), BOUND, "the stream")
+    assert_close(logits[None], answers.get("logits"), BOUND, "logits")
+
+
 def test_padding_behind_is_refused(checkpoint):
     padded = StandardizedTransformer(
         checkpoint("llama"), tokenizer_kwargs={"padding_side": "right"}
