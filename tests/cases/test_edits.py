@@ -391,6 +391,18 @@ def test_what_torch_is_told_inside_a_block_does_not_reach_the_model(model, setti
     assert (mine.dtype is torch.bfloat16) == (settings is _autocast), "the block has them"
 
 
+def test_what_torch_is_told_inside_a_stored_edit_does_not_reach_the_model(model):
+    alone = last_logits(model, P)
+    with model.edit():
+        with _autocast():
+            model.layers[0].layer_output[:] *= 1
+            model.layers[1].layer_output[:] *= 1
+    try:
+        assert_close(last_logits(model, P), alone, BOUND, "beside the edit")
+    finally:
+        model.clear_edits()
+
+
 def test_what_a_block_leaves_set_ends_with_it(model):
     """In an engine that many share, the next block is somebody else's."""
     alone = last_logits(model, P)

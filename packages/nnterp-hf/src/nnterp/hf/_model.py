@@ -582,7 +582,7 @@ class StandardizedTransformer(Standardized, TransformersModel, StandardModel):
 
     def interleave(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
         blocks = list(self.interleaver.mediators)
-        for mediator in blocks:
+        for mediator in (*self._edits, *blocks):
             if type(mediator) is Mediator:
                 mediator.__class__ = Apart
         try:
