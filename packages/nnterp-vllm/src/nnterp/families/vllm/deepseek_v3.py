@@ -38,6 +38,9 @@ RENAME, ENVOYS = declare(
 )
 
 
+settings = deepseek_v2.settings
+
+
 def check(model: Any) -> None:
     """Refuse what vLLM computes otherwise, and what DeepSeek-V2's does not take.
 

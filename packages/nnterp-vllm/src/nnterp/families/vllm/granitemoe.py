@@ -26,6 +26,6 @@ def check(model: Any) -> None:
     """Refuse what vLLM leaves out.
 
     Raises:
-        ValueError: the checkpoint's attention has biases.
+        ValueError: the checkpoint's attention has biases, or the experts another activation.
     """
-    only(model, attention_bias=False)
+    only(model, attention_bias=False, hidden_act="silu")

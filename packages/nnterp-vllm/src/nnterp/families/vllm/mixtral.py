@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from vllm.model_executor.models.mixtral import MixtralAttention, MixtralDecoderLayer, MixtralMoE
 
 from nnterp.core.architectures import MIXTRAL
-from nnterp.vllm import FusedLayer, declare
+from nnterp.vllm import FusedLayer, declare, only
 
 ARCHITECTURE = replace(MIXTRAL, mlp="block_sparse_moe")
 RENAME, ENVOYS = declare(
@@ -17,3 +18,12 @@ RENAME, ENVOYS = declare(
     attention=MixtralAttention,
     mixture=MixtralMoE,
 )
+
+
+def check(model: Any) -> None:
+    """Refuse what vLLM leaves out.
+
+    Raises:
+        ValueError: the checkpoint has another activation.
+    """
+    only(model, hidden_act="silu")

@@ -22,6 +22,15 @@ def check(model: Any) -> None:
     """Refuse what vLLM leaves out.
 
     Raises:
-        ValueError: the checkpoint clips queries, keys and values, or norms the experts' weights.
+        ValueError: the checkpoint clips queries, keys and values, norms the experts' weights, or
+            has another epsilon, another activation, biases or a tied head.
     """
-    only(model, clip_qkv=None, norm_topk_prob=False)
+    only(
+        model,
+        clip_qkv=None,
+        norm_topk_prob=False,
+        rms_norm_eps=1e-5,
+        hidden_act="silu",
+        attention_bias=False,
+        tie_word_embeddings=False,
+    )

@@ -24,6 +24,13 @@ def check(model: Any) -> None:
     """Refuse what vLLM leaves out.
 
     Raises:
-        ValueError: the checkpoint's router chooses among other experts than those within 0.01.
+        ValueError: the checkpoint's router chooses among other experts than those within 0.01, or
+            it has another activation, no biases or a tied head.
     """
-    only(model, router_jitter_noise=0.01)
+    only(
+        model,
+        router_jitter_noise=0.01,
+        hidden_act="silu",
+        attention_bias=True,
+        tie_word_embeddings=False,
+    )

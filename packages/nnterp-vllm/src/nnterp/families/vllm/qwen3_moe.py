@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from vllm.model_executor.models.qwen3_moe import (
     Qwen3MoeAttention,
     Qwen3MoeDecoderLayer,
@@ -10,7 +12,7 @@ from vllm.model_executor.models.qwen3_moe import (
 )
 
 from nnterp.core.architectures import QWEN3_MOE as ARCHITECTURE
-from nnterp.vllm import FusedLayer, declare
+from nnterp.vllm import FusedLayer, declare, only
 
 RENAME, ENVOYS = declare(
     ARCHITECTURE,
@@ -20,3 +22,12 @@ RENAME, ENVOYS = declare(
     mlp=Qwen3MoeMLP,
     mixture=Qwen3MoeSparseMoeBlock,
 )
+
+
+def check(model: Any) -> None:
+    """Refuse what vLLM leaves out.
+
+    Raises:
+        ValueError: the checkpoint has biases.
+    """
+    only(model, attention_bias=False)
