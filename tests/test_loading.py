@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nnterp.core import SIZES, families, load
+from nnterp.core import SIZES, UnsupportedFamily, families, load
 from nnterp.core.architectures import LLAMA
 from nnterp.core.testing import Oracle, assert_close
 
@@ -237,3 +237,41 @@ def test_requests_of_different_adapters_in_one_trace_are_refused(with_adapters, 
 def test_adapters_on_an_asynchronous_engine_are_refused(checkpoint):
     with pytest.raises(ValueError, match="enable_lora with mode='async' on the CPU"):
         load(checkpoint("llama"), engine="vllm", enable_lora=True, mode="async")
+
+
+def altered(checkpoint, name, folder, **settings):
+    """The checkpoint under another config."""
+    path = Path(shutil.copytree(checkpoint(name), folder / name))
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | settings))
+    return path
+
+
+def test_a_variant_that_no_standard_value_describes_is_refused(checkpoint, tmp_path, engine):
+    path = altered(checkpoint, "bloom", tmp_path, apply_residual_connection_post_layernorm=True)
+    with pytest.raises(UnsupportedFamily, match="the block adds to the normed stream"):
+        load(path, engine=engine)
+
+
+def test_longrope_is_served_by_vllm_where_it_is_the_checkpoints_own(checkpoint, tmp_path):
+    """Past the first length vLLM turns short prompts too by the long factors."""
+    config = json.loads((Path(checkpoint("llama")) / "config.json").read_text())
+    channels = (
+        config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    ) // 2
+    rotary = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "short_factor": [1 + i / 9 for i in range(channels)],
+        "long_factor": [2 + i / 4 for i in range(channels)],
+    }
+    path = altered(checkpoint, "llama", tmp_path, rope_parameters=rotary)
+    for length in (65, None):
+        with pytest.raises(ValueError, match="load it with max_model_len=64"):
+            load(path, engine="vllm", max_model_len=length)
+    expected = Oracle(path, "llama").run(P).get("logits")
+    with load(path, engine="vllm", dtype="float32", max_model_len=64) as model, model.prefill(P):
+        logits = model.logits.save()
+    assert_close(logits[:, -1], expected[:, -1], BOUND, "logits")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
-from ._errors import Unavailable
+from ._errors import UnsupportedFamily
 
 Config: TypeAlias = Any
 """A transformers config: sizes and multipliers as attributes."""
@@ -321,7 +321,7 @@ OPT = Architecture(
 
 def _bloom_variant(config: Config) -> dict[str, Any]:
     if config.apply_residual_connection_post_layernorm:
-        raise Unavailable(
+        raise UnsupportedFamily(
             "with apply_residual_connection_post_layernorm the block adds to the normed stream, "
             "which no standard value describes"
         )

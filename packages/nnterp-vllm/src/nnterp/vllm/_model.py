@@ -221,6 +221,7 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
             config = checkpoint_config()
             # Before the weights are loaded.
             self._refuse_quantised(config)
+            self._refuse_long(config.get_text_config(), kwargs.get("max_model_len"))
             return model_type_of(config)
 
         self.family = self._family(family, model_type, self.engine)
@@ -331,6 +332,20 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
             raise ValueError(
                 f"the checkpoint's weights are quantised by {method!r}: no value was measured on "
                 f"quantised weights in vLLM; load a checkpoint with plain ones"
+            )
+
+    @staticmethod
+    def _refuse_long(config: Any, length: int | None) -> None:
+        rotary = getattr(config, "rope_parameters", None) or {}
+        if rotary.get("rope_type") != "longrope":
+            return
+        length = length or config.max_position_embeddings
+        short = rotary.get("original_max_position_embeddings", length)
+        if length > short:
+            raise ValueError(
+                f"with longrope and max_model_len above {short} vLLM turns by the long factors "
+                f"whatever a prompt's length is, and transformers does not; load it with "
+                f"max_model_len={short}"
             )
 
     @staticmethod
