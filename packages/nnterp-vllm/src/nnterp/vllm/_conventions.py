@@ -183,7 +183,7 @@ def _summed_later(host: Any) -> str | None:
     return _PARTIAL if sharded and host.facts.block == "parallel" else None
 
 
-def _shared(site: Site | Callable[[Any], Site]) -> Callable[[Any], Site]:
+def _read_alone(site: Site | Callable[[Any], Site]) -> Callable[[Any], Site]:
     """The input of a sublayer, which under taps is read-only."""
 
     def resolve(host: Any) -> Site:
@@ -213,7 +213,7 @@ class Attention(tracing.Attention, StandardAttention):
         return found
 
     attention_input: layouts.Residual = value(
-        _shared(Site(own("input"), Argument("hidden_states") | Batched()))
+        _read_alone(Site(own("input"), Argument("hidden_states") | Batched()))
     )
     attention_output: layouts.Residual = value(
         lambda host: (
@@ -240,7 +240,7 @@ class Mlp(tracing.Mlp, StandardMlp):
     """A dense feed-forward."""
 
     mlp_input: layouts.Residual = value(
-        _shared(lambda host: Site(reading(host), Argument(0) | Batched()))
+        _read_alone(lambda host: Site(reading(host), Argument(0) | Batched()))
     )
     mlp_output: layouts.Residual = value(
         lambda host: (

@@ -187,6 +187,7 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
 
     engine = "vllm"
     vllm_entrypoint: Any
+    taps: tuple[str, ...]
     _in_process: ClassVar[WeakSet[StandardizedVLLM]] = WeakSet()
 
     def __init__(
@@ -260,6 +261,7 @@ class StandardizedVLLM(Standardized, VLLM, StandardModel):
         )
         try:
             self._refuse_quantised(self.config)
+            _ = self.architecture  # which may know the variant for one that nothing describes
             if family is None:
                 self._check_blocks()
             if (check := getattr(self.family, "check", None)) is not None:
